@@ -1,0 +1,1 @@
+"""Reference agents in Flax; each is read top to bottom."""

@@ -1,0 +1,1 @@
+"""Asynchronous deep reinforcement learning on JAX."""

@@ -1,0 +1,1 @@
+"""How trajectories and parameters travel."""
