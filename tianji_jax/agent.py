@@ -66,9 +66,7 @@ class Agent(Protocol):
           distribution that sampled it, for agents that correct), and the next recurrent state.
         """
 
-    def update(
-        self, train_state: PyTree, batch: Batch, rng: jax.Array, axis_name: str
-    ) -> tuple[PyTree, Metrics]:
+    def update(self, train_state: PyTree, batch: Batch, rng: jax.Array, axis_name: str) -> tuple[PyTree, Metrics]:
         """One learner step on one device's shard; the result must be the same on every device.
 
         Args:

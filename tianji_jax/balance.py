@@ -1,0 +1,126 @@
+"""The balance of production and consumption: credits, and when a starving learner may reuse a batch.
+
+One law (the TianJi paper, arXiv 2502.20190, balances sample production against consumption to bound staleness; this is
+its form here):
+
+    trajectories granted but not yet consumed <= (max_lag + 1) * trajectories per update
+
+An actor sends one trajectory for each credit. With first-in first-out consumption a trajectory granted at version `v`
+is behind at most `(max_lag + 1) * N - 1` others, so its update happens at version `v + max_lag` at the latest.
+"""
+
+import threading
+from collections import Counter, deque
+from dataclasses import dataclass
+
+from tianji_jax.transport import Credit
+
+
+@dataclass
+class _Grant:
+    """A credit that is out: who holds it, and the least version its trajectory will be stamped with."""
+
+    actor_id: int
+    version: int
+
+
+class Balance:
+    """Hands out credits in the order they were asked for. Safe to use from any thread."""
+
+    def __init__(self, max_lag: int, trajectories_per_update: int) -> None:
+        self.max_lag = max_lag
+        self.trajectories_per_update = trajectories_per_update
+        self.limit = (max_lag + 1) * trajectories_per_update
+        self._lock = threading.Lock()
+        self._asking: deque[int] = deque()
+        # Both in the order of granting; arrived ones wait in the learner's queues.
+        self._held: list[_Grant] = []
+        self._arrived: deque[int] = deque()
+
+    @property
+    def outstanding(self) -> int:
+        """Trajectories granted but not yet consumed."""
+        with self._lock:
+            return len(self._held) + len(self._arrived)
+
+    def request(self, actor_id: int) -> None:
+        """An actor asks for a credit."""
+        with self._lock:
+            self._asking.append(actor_id)
+
+    def grants(self, version: int) -> list[tuple[int, Credit]]:
+        """The credits that can go out now, with the learner at `version`."""
+        granted = []
+        with self._lock:
+            for _ in range(len(self._asking)):
+                actor_id = self._asking.popleft()
+                credit = self._credit(actor_id, version)
+                if credit is None:
+                    self._asking.append(actor_id)
+                else:
+                    self._held.append(_Grant(actor_id, credit.version))
+                    granted.append((actor_id, credit))
+        return granted
+
+    def arrive(self, actor_id: int, policy_version: int) -> bool:
+        """A trajectory came for a credit; False when the actor held none (the trajectory is then not its to send)."""
+        with self._lock:
+            for index, grant in enumerate(self._held):
+                if grant.actor_id == actor_id:
+                    del self._held[index]
+                    self._arrived.append(policy_version)
+                    return True
+        return False
+
+    def release(self, trajectories: int = 1) -> None:
+        """Arrived trajectories, oldest first, left the queues: consumed, dropped or rejected."""
+        with self._lock:
+            for _ in range(trajectories):
+                self._arrived.popleft()
+
+    def lose(self, actor_id: int) -> None:
+        """An actor is gone or began anew: what it held and asked for goes back to the others."""
+        with self._lock:
+            self._held = [grant for grant in self._held if grant.actor_id != actor_id]
+            self._asking = deque(asking for asking in self._asking if asking != actor_id)
+            self._forget(actor_id)
+
+    def can_reuse(self, version: int) -> bool:
+        """Whether one more update at `version`, on no new data, leaves everything in flight within `max_lag`."""
+        with self._lock:
+            stamps = [*self._arrived, *(grant.version for grant in self._held)]
+        return all(
+            version + 1 + place // self.trajectories_per_update - stamp <= self.max_lag
+            for place, stamp in enumerate(stamps)
+        )
+
+    def _credit(self, actor_id: int, version: int) -> Credit | None:
+        if len(self._held) + len(self._arrived) >= self.limit:
+            return None
+        return Credit(version)
+
+    def _forget(self, actor_id: int) -> None:
+        """For subclasses that remember actors."""
+
+
+class LockStepBalance(Balance):
+    """The same law for consumption in (sequence, actor) order.
+
+    Trajectory `sequence` of `actor_id` is number `i = sequence * actors + actor_id` overall and goes into update
+    `i // N`; its credit names the exact version to act with, `max(0, i // N - max_lag)`, whatever is newer by then.
+    """
+
+    def __init__(self, max_lag: int, trajectories_per_update: int, actors: int) -> None:
+        super().__init__(max_lag, trajectories_per_update)
+        self.actors = actors
+        self._granted: Counter[int] = Counter()
+
+    def _credit(self, actor_id: int, version: int) -> Credit | None:
+        update = (self._granted[actor_id] * self.actors + actor_id) // self.trajectories_per_update
+        if update > version + self.max_lag:
+            return None
+        self._granted[actor_id] += 1
+        return Credit(max(0, update - self.max_lag))
+
+    def _forget(self, actor_id: int) -> None:
+        self._granted.pop(actor_id, None)

@@ -1,0 +1,313 @@
+"""Typed configuration: a YAML file, dotted overrides, and messages that say what to do.
+
+Every setting is a field below with its default, its range and its meaning; `tianji config FILE` prints them resolved.
+Settings of the agent are validated by the agent's own `Config`.
+"""
+
+import difflib
+import importlib
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+
+AGENTS = {"ppo": "tianji_jax.agents.ppo:PPO", "impala": "tianji_jax.agents.impala:IMPALA"}
+"""Short names for the agents that ship with the package; any other is `module:Class`."""
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; the message names the setting, what was given and what is allowed."""
+
+
+class Section(BaseModel):
+    """Base of all sections: no unknown keys, no changes after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class RunConfig(Section):
+    """The run as a whole."""
+
+    directory: Path = Field(Path("runs"), description="folder that holds the runs")
+    name: str = Field(
+        "", pattern=r"^[\w.+-]*$", description="folder of this run; empty: the configuration's name, numbered"
+    )
+    seed: int = Field(0, ge=0, lt=2**31, description="seeds parameters, policies and environments")
+    environment_steps: int = Field(1_000_000, ge=1, description="end after so many environment steps")
+    stop_at_return: float | None = Field(
+        None, description="end when the mean return of the last 100 episodes reaches this"
+    )
+    deterministic: bool = Field(False, description="lock-step: consume in (sequence, actor) order; repeats bit for bit")
+    report_every_seconds: float = Field(1.0, gt=0, description="seconds between two reports")
+    compilation_cache: Path | None = Field(
+        Path("~/.cache/tianji_jax/xla"),
+        description="folder where compiled programs are kept between runs; null: none",
+    )
+
+
+class EnvironmentConfig(Section):
+    """What is played."""
+
+    name: str = Field(description="envpool:TASK, gymnasium:TASK, or module:Class of a gymnasium.Env")
+    options: dict[str, Any] = Field(default_factory=dict, description="passed to the environment")
+
+
+class ActorsConfig(Section):
+    """Who plays."""
+
+    count: int = Field(1, ge=1, le=65_536, description="actors")
+    environments: int = Field(64, ge=1, description="environments of each actor (B)")
+    unroll_length: int = Field(32, ge=1, description="environment steps in a trajectory (T)")
+    placement: Literal["thread", "process"] = Field(
+        "thread", description="threads of the learner's process, or processes on this host"
+    )
+    device: Literal["cpu", "accelerator"] = Field(
+        "cpu", description="where the policy runs: the host's CPU or the learner's kind of device"
+    )
+    double_buffered: bool = Field(
+        True, description="one half of the environments steps while the policy acts for the other"
+    )
+    environment_threads: int = Field(
+        0, ge=0, description="threads of each environment pool; 0: share the cores among the pools"
+    )
+
+
+class StalenessConfig(Section):
+    """How old a trajectory may be, in policy versions."""
+
+    fresh_lag: int = Field(0, ge=0, description="up to this lag a trajectory counts as on-policy")
+    max_lag: int = Field(1, ge=0, description="beyond this lag a trajectory is dropped; 0: strictly on-policy")
+    correct: bool = Field(True, description="between fresh_lag and max_lag the loss corrects by importance weights")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "StalenessConfig":
+        if self.fresh_lag > self.max_lag:
+            raise ValueError(f"fresh_lag ({self.fresh_lag}) must not exceed max_lag ({self.max_lag})")
+        return self
+
+
+class BalanceConfig(Section):
+    """What a learner does that would starve."""
+
+    max_reuse: int = Field(0, ge=0, description="further updates on a batch while none is waiting")
+    min_ess: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="no further pass once the effective sample size falls below this fraction",
+    )
+
+
+class LearnerConfig(Section):
+    """The sharded update."""
+
+    trajectories_per_update: int = Field(1, ge=1, description="trajectories in a batch (N)")
+    devices: int | None = Field(None, ge=1, description="devices to use; null: all of this host")
+    platform: Literal["auto", "cpu", "gpu", "tpu"] = Field(
+        "auto", description="kind of device; auto: the best there is"
+    )
+    parallel: Literal["pmap", "shard_map"] = Field("pmap", description="how the update is spread over the devices")
+    queue_capacity: int = Field(2, ge=1, le=64, description="batches held ready on the devices")
+    max_bad_updates: int = Field(
+        10, ge=1, description="end the run after so many non-finite updates in a row (each is skipped)"
+    )
+
+
+class Config(Section):
+    """A whole configuration."""
+
+    run: RunConfig = RunConfig()
+    environment: EnvironmentConfig
+    actors: ActorsConfig = ActorsConfig()
+    staleness: StalenessConfig = StalenessConfig()
+    balance: BalanceConfig = BalanceConfig()
+    learner: LearnerConfig = LearnerConfig()
+    agent: dict[str, Any] = Field(description="name, and the agent's own settings")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "Config":
+        if self.actors.double_buffered and self.actors.environments % 2:
+            raise ValueError(
+                f"actors.environments is {self.actors.environments}, which cannot be halved for double buffering: "
+                "use an even number or actors.double_buffered=false"
+            )
+        if self.run.deterministic and self.balance.max_reuse:
+            raise ValueError(
+                "balance.max_reuse reuses a batch when data comes late, which run.deterministic cannot repeat: "
+                "set balance.max_reuse=0 or run.deterministic=false"
+            )
+        if "name" not in self.agent:
+            raise ValueError(f"agent.name is missing: one of {', '.join(AGENTS)}, or module:Class")
+        return self
+
+    @property
+    def steps_per_update(self) -> int:
+        """Environment steps in a batch, invalid ones included."""
+        return self.learner.trajectories_per_update * self.actors.unroll_length * self.actors.environments
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads `1e-3` as a string; everybody who writes it means a number."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file and apply overrides such as `agent.learning_rate=1e-3`.
+
+    A run whose name is not set is named after the file.
+
+    Raises:
+      ConfigError: the file cannot be read, or the result is not a valid configuration.
+    """
+    path = Path(path)
+    try:
+        tree = yaml.load(path.read_text(), _Loader)
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold a mapping of sections (run, environment, actors, agent ...)")
+    for override in overrides:
+        _override(tree, override)
+    return validate(tree)
+
+
+def validate(tree: dict[str, Any]) -> Config:
+    """A `Config` from nested dicts, its agent section checked and filled with the agent's defaults.
+
+    Raises:
+      ConfigError: with one line for each problem.
+    """
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(error, Config))) from None
+    settings = agent_settings(config)
+    return config.model_copy(
+        update={"agent": {"name": config.agent["name"], **_dump(agent_class(config).Config, settings)}}
+    )
+
+
+def agent_class(config: Config) -> type[Any]:
+    """Import the class named by `agent.name`.
+
+    Raises:
+      ConfigError: there is no such module or class, or it is no agent.
+    """
+    name = config.agent["name"]
+    target = AGENTS.get(name, name)
+    if not isinstance(target, str) or ":" not in target:
+        raise ConfigError(
+            f"agent.name: unknown agent {name!r}{_nearest(str(name), AGENTS)}; "
+            f"allowed: {', '.join(AGENTS)}, or module:Class"
+        )
+    cls = import_object(target, "agent.name")
+    missing = [
+        member
+        for member in ("Config", "init", "actor_params", "initial_state", "act", "update")
+        if not hasattr(cls, member)
+    ]
+    if missing:
+        raise ConfigError(f"agent.name: {target} is no agent: it lacks {', '.join(missing)}")
+    return cls
+
+
+def agent_settings(config: Config) -> Any:
+    """The agent's own settings as an instance of its `Config` (a pydantic model or a dataclass)."""
+    cls = agent_class(config).Config
+    given = {key: value for key, value in config.agent.items() if key != "name"}
+    known = _fields(cls)
+    unknown = [f"agent.{key}: unknown setting{_nearest(key, known)}" for key in given if key not in known]
+    if unknown:
+        raise ConfigError("\n".join(unknown))
+    try:
+        return TypeAdapter(cls).validate_python(given)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(error, cls, ("agent",)))) from None
+
+
+def import_object(target: str, setting: str) -> Any:
+    """Import `module:attribute`; errors name `setting`. Errors raised inside the module itself pass through."""
+    module_name, _, attribute = target.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module_name + ".").startswith(error.name + "."):
+            raise
+        raise ConfigError(f"{setting}: no module {module_name!r} (is its folder on PYTHONPATH?)") from None
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        raise ConfigError(
+            f"{setting}: module {module_name!r} has no {attribute!r}{_nearest(attribute, dir(module))}"
+        ) from None
+
+
+def to_yaml(config: Config) -> str:
+    """The configuration with every default, as YAML that loads again."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _override(tree: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    path = key.split(".")
+    if not separator or not all(path):
+        raise ConfigError(f"override {override!r} must read section.setting=value")
+    try:
+        value = yaml.load(text, _Loader)
+    except yaml.YAMLError:
+        raise ConfigError(f"override {override!r}: {text!r} is not valid YAML") from None
+    node = tree
+    for part in path[:-1]:
+        node = node.setdefault(part, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"override {override!r}: {part} is a value, not a section")
+    node[path[-1]] = value
+
+
+def _explain(error: ValidationError, root: Any, prefix: tuple[str, ...] = ()) -> Iterator[str]:
+    """One line for each problem: setting, what was given, what is allowed."""
+    for problem in error.errors():
+        location = [str(part) for part in problem["loc"]]
+        setting = ".".join((*prefix, *location))
+        if problem["type"] == "extra_forbidden":
+            yield f"{setting}: unknown setting{_nearest(location[-1], _fields(_descend(root, location[:-1])))}"
+        elif problem["type"] == "missing":
+            yield f"{setting}: missing, and it has no default"
+        elif problem["type"] == "value_error":
+            message = problem["msg"].removeprefix("Value error, ")
+            yield f"{setting}: {message}" if setting else message
+        else:
+            yield f"{setting}: got {problem['input']!r}; {problem['msg'].replace('Input should', 'it should')}"
+
+
+def _descend(cls: Any, location: Sequence[str]) -> Any:
+    for part in location:
+        annotation = _fields(cls).get(part)
+        cls = next((a for a in (annotation, *get_args(annotation)) if _fields(a)), None)
+    return cls
+
+
+def _fields(cls: Any) -> dict[str, Any]:
+    """Names and types of a pydantic model's or a dataclass's settings."""
+    if hasattr(cls, "model_fields"):
+        return {name: field.annotation for name, field in cls.model_fields.items()}
+    return {name: field.type for name, field in getattr(cls, "__dataclass_fields__", {}).items()}
+
+
+def _dump(cls: type[Any], settings: Any) -> dict[str, Any]:
+    dumped: dict[str, Any] = TypeAdapter(cls).dump_python(settings, mode="json")
+    return dumped
+
+
+def _nearest(word: str, known: Any) -> str:
+    match = difflib.get_close_matches(word, [str(name) for name in known], n=1, cutoff=0.5)
+    return f" (did you mean {match[0]!r}?)" if match else ""

@@ -1,0 +1,128 @@
+"""The one place that names devices, meshes, pmap and shard_map.
+
+A program here is a function of one device's view, `step(state, batch) -> (state, outputs)`: the state is the same on
+every device, the batch is this device's shard, and what it returns must again be the same on every device (average
+over `DATA_AXIS` with `jax.lax.pmean`). Under either mode the arrays outside look alike: states are replicated, batches
+carry a leading device dimension `[D, ...]`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tianji_jax.config import ConfigError, LearnerConfig
+from tianji_jax.types import DATA_AXIS, ArraySpec, PyTree
+
+Step = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
+
+
+def learner_devices(config: LearnerConfig) -> list[jax.Device]:
+    """The devices of this host that the configuration asks for.
+
+    Raises:
+      ConfigError: there are none of that kind, or not as many.
+    """
+    try:
+        devices = jax.local_devices(backend=None if config.platform == "auto" else config.platform)
+    except RuntimeError:
+        found = jax.default_backend()
+        raise ConfigError(
+            f"learner.platform: {config.platform} asked for, but JAX finds only {found} on this machine; "
+            f"install the matching extra (tianji_jax[cuda] or [tpu]) or set learner.platform={found}"
+        ) from None
+    count = config.devices or len(devices)
+    if count > len(devices):
+        raise ConfigError(
+            f"learner.devices: {count} asked for, but there are {len(devices)} {devices[0].platform} devices"
+        )
+    return devices[:count]
+
+
+def actor_device(where: Literal["cpu", "accelerator"], learner: Sequence[jax.Device], actor_id: int) -> jax.Device:
+    """The device an actor's policy runs on; on accelerators the actors take turns."""
+    return jax.local_devices(backend="cpu")[0] if where == "cpu" else learner[actor_id % len(learner)]
+
+
+class Parallel:
+    """The learner's devices as one program's."""
+
+    def __init__(self, devices: Sequence[jax.Device], mode: Literal["pmap", "shard_map"]) -> None:
+        self.devices = list(devices)
+        self.mode = mode
+        self.mesh = Mesh(np.array(self.devices), (DATA_AXIS,))
+        self._replicated = NamedSharding(self.mesh, PartitionSpec())
+        self._sharded = NamedSharding(self.mesh, PartitionSpec(DATA_AXIS))
+
+    @property
+    def num_devices(self) -> int:
+        """`D`, the number of shards of a batch."""
+        return len(self.devices)
+
+    def init(self, make: Callable[[], PyTree]) -> PyTree:
+        """Compute a state once, in place on every device."""
+        return jax.jit(make, out_shardings=self._replicated)()
+
+    def replicate(self, tree: PyTree) -> PyTree:
+        """Put host arrays on every device."""
+        return jax.device_put(tree, self._replicated)
+
+    def shard(self, shards: Sequence[PyTree]) -> PyTree:
+        """Begin the transfer of one host pytree per device; leaves `[...]` become global arrays `[D, ...]`.
+
+        The host arrays must not be written again: on CPU the device may share their memory.
+        """
+        leaves = [jax.tree.leaves(shard) for shard in shards]
+        treedef = jax.tree.structure(shards[0])
+        return jax.tree.unflatten(treedef, [self._global(parts) for parts in zip(*leaves, strict=True)])
+
+    def compile(self, step: Step, state: PyTree, batch_shard: PyTree) -> Step:
+        """Compile `step` ahead of its first use, for one shape only: it can never recompile in the loop.
+
+        Args:
+          step: see the module. Its state argument is donated: the caller must not read a state it has passed in.
+          state: the replicated state, or its shapes.
+          batch_shard: pytree of `ArraySpec` of one device's shard.
+        """
+        batch = jax.tree.map(
+            lambda spec: jax.ShapeDtypeStruct((self.num_devices, *spec.shape), spec.dtype, sharding=self._sharded),
+            batch_shard,
+        )
+        state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._replicated), state)
+        compiled: Step = self._program(step).lower(state, batch).compile()
+        return compiled
+
+    def _program(self, step: Step) -> Any:
+        if self.mode == "pmap":
+            return jax.pmap(
+                step,
+                DATA_AXIS,
+                in_axes=(None, 0),
+                out_axes=(None, None),
+                devices=self.devices,
+                donate_argnums=(0,),
+            )
+        # Without check_vma=False the gradient of a replicated value arrives already summed over the devices, and
+        # pmean of it would be D times too large; with it, shard_map means what pmap means.
+        return jax.jit(
+            jax.shard_map(
+                lambda state, batch: step(state, jax.tree.map(lambda x: x[0], batch)),
+                mesh=self.mesh,
+                in_specs=(PartitionSpec(), PartitionSpec(DATA_AXIS)),
+                out_specs=PartitionSpec(),
+                check_vma=False,
+            ),
+            donate_argnums=(0,),
+        )
+
+    def _global(self, parts: Sequence[np.ndarray]) -> jax.Array:
+        arrays = [jax.device_put(part[None], device) for part, device in zip(parts, self.devices, strict=True)]
+        shape = (self.num_devices, *parts[0].shape)
+        return jax.make_array_from_single_device_arrays(shape, self._sharded, arrays)
+
+
+def spec_of(tree: PyTree) -> PyTree:
+    """`ArraySpec` leaves for arrays, or for what `jax.eval_shape` returns."""
+    return jax.tree.map(lambda x: ArraySpec(x.shape, x.dtype), tree)
