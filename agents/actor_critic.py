@@ -1,0 +1,311 @@
+"""What IMPALA and PPO share: settings, training state, acting, and the unroll the loss looks at."""
+
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+
+from tianji_jax import normalisation
+from tianji_jax.agent import AgentConfig
+from tianji_jax.distributions import distribution, mask_logits
+from tianji_jax.normalisation import RewardScale, RunningStatistics
+from tianji_jax.returns import Steps, gae
+from tianji_jax.types import ArraySpec, Batch, ContinuousActions, EnvSpec, PyTree
+
+from . import networks
+
+
+class ActorCriticConfig(AgentConfig):
+    """Settings of all actor-critic agents.
+
+    Attributes:
+      learning_rate: at the start.
+      learning_rate_schedule: `constant`, or down to zero by `linear` or `cosine` within `schedule_learner_steps`.
+      schedule_learner_steps: learner updates (not gradient steps, not environment steps) until the learning rate is
+        zero. The agent does not know how long the run is: give it total steps / (unroll_length x environments of one
+        batch).
+      optimizer: any optimiser of optax by its name there.
+      optimizer_options: its further arguments, for example `{eps: 1.0e-5}`.
+      max_gradient_norm: gradients are scaled down to this global norm; None for no limit.
+      discount: gamma per environment step.
+      trace_lambda: lambda of GAE and V-trace.
+      entropy_coefficient: weight of the entropy bonus in the loss.
+      value_coefficient: weight of the value loss in the loss.
+      reward_clip: rewards are clipped to plus or minus this in the loss; None for no clipping.
+      normalise_observations: by running mean and variance of each entry; not for images.
+      normalise_rewards: divides rewards by the scale of discounted returns (`normalisation.RewardScale`).
+      squash: for continuous actions, a tanh-squashed Gaussian in place of a clipped one.
+      network: see `NetworkConfig`.
+    """
+
+    learning_rate: PositiveFloat = 3e-4
+    learning_rate_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule_learner_steps: PositiveInt | None = None
+    optimizer: str = "adam"
+    optimizer_options: dict[str, Any] = Field(default_factory=dict)
+    max_gradient_norm: PositiveFloat | None = 0.5
+    discount: float = Field(0.99, ge=0, le=1)
+    trace_lambda: float = Field(0.95, ge=0, le=1)
+    entropy_coefficient: NonNegativeFloat = 0.01
+    value_coefficient: NonNegativeFloat = 0.5
+    reward_clip: PositiveFloat | None = None
+    normalise_observations: bool = False
+    normalise_rewards: bool = False
+    squash: bool = False
+    network: networks.NetworkConfig = networks.NetworkConfig()
+
+    @model_validator(mode="after")
+    def _schedule_has_a_length(self) -> "ActorCriticConfig":
+        if self.learning_rate_schedule != "constant" and self.schedule_learner_steps is None:
+            raise ValueError(
+                f"learning_rate_schedule {self.learning_rate_schedule!r} needs schedule_learner_steps, the number of"
+                " learner updates until the learning rate is zero"
+            )
+        return self
+
+
+class ActorParams(NamedTuple):
+    """What acting needs.
+
+    Attributes:
+      network: Linen variables.
+      observation_statistics: by name of the observation; empty when observations are not normalised.
+    """
+
+    network: PyTree
+    observation_statistics: dict[str, RunningStatistics]
+
+
+class ActorCriticState(NamedTuple):
+    """What training needs; the same on every device.
+
+    Attributes:
+      params: what the actors get.
+      opt_state: of optax.
+      reward_scale: None when rewards are not normalised.
+    """
+
+    params: ActorParams
+    opt_state: PyTree
+    reward_scale: RewardScale | None
+
+
+class Unroll(NamedTuple):
+    """The current policy's view of a batch.
+
+    Attributes:
+      value: float32 `[T + 1, b]`.
+      log_prob: float32 `[T, b]`, of the actions taken.
+      entropy: float32 `[T, b]`.
+    """
+
+    value: jax.Array
+    log_prob: jax.Array
+    entropy: jax.Array
+
+
+class ActorCritic:
+    """Base of agents with a policy and a value on one network; they add `Config` and `update`."""
+
+    Config: ClassVar[type[ActorCriticConfig]]
+
+    def __init__(self, config: ActorCriticConfig, env_spec: EnvSpec) -> None:
+        self.config = config
+        self.env_spec = env_spec
+        self.distribution = distribution(env_spec.action, config.squash)
+        self.keeps_raw_action = isinstance(env_spec.action, ContinuousActions)
+        specs = _named(env_spec.observation)
+        if env_spec.action_mask is not None:
+            _check_action_mask(env_spec, self.distribution.num_parameters)
+        self.observation_specs = {name: s for name, s in sorted(specs.items()) if name != env_spec.action_mask}
+        networks.check_fits(config.network, self.observation_specs)
+        torsos = tuple((name, networks.torso_of(config.network, s)) for name, s in self.observation_specs.items())
+        self.network = networks.ActorCriticNetwork(
+            config=config.network,
+            torsos=torsos,
+            shared_torso=networks.shares_torso(config.network, torsos),
+            num_parameters=self.distribution.num_parameters,
+            num_shared_parameters=self.distribution.num_shared_parameters,
+        )
+        self.optimizer = make_optimizer(config, self.gradient_steps_per_update)
+
+    @property
+    def gradient_steps_per_update(self) -> int:
+        """How often one `update` steps the optimiser."""
+        return 1
+
+    def init(self, rng: jax.Array) -> ActorCriticState:
+        # One compiled call: op by op the initialisers would compile one by one.
+        return jax.jit(self._init)(rng)
+
+    def _init(self, rng: jax.Array) -> ActorCriticState:
+        observation = {n: jnp.zeros((1, *s.shape), s.dtype) for n, s in self.observation_specs.items()}
+        network = self.network.init(rng, observation, jnp.zeros(1, bool), self.initial_state(1))
+        statistics = {}
+        if self.config.normalise_observations:
+            vectors = {n: s for n, s in self.observation_specs.items() if len(s.shape) != 3}
+            statistics = {n: normalisation.initial_statistics(s.shape) for n, s in vectors.items()}
+        scale = normalisation.initial_reward_scale() if self.config.normalise_rewards else None
+        return ActorCriticState(ActorParams(network, statistics), self.optimizer.init(network), scale)
+
+    def actor_params(self, train_state: ActorCriticState) -> ActorParams:
+        return train_state.params
+
+    def initial_state(self, batch_size: int) -> PyTree:
+        return networks.initial_state(self.config.network, self.network.shared_torso, batch_size)
+
+    def act(
+        self, params: ActorParams, rng: jax.Array, observation: PyTree, is_first: jax.Array, state: PyTree
+    ) -> tuple[jax.Array, dict[str, jax.Array], PyTree]:
+        parameters, _, state = self.forward(params, observation, is_first, state)
+        raw = self.distribution.sample(parameters, rng)
+        extras = {"log_prob": self.distribution.log_prob(parameters, raw)}
+        if self.keeps_raw_action:
+            extras["raw_action"] = raw
+        return self.distribution.to_action(raw), extras, state
+
+    def act_greedy(
+        self, params: ActorParams, observation: PyTree, is_first: jax.Array, state: PyTree
+    ) -> tuple[jax.Array, PyTree]:
+        """The policy's mode, for evaluation: action `[B, ...]` and the next recurrent state."""
+        parameters, _, state = self.forward(params, observation, is_first, state)
+        return self.distribution.to_action(self.distribution.mode(parameters)), state
+
+    def forward(
+        self, params: ActorParams, observation: PyTree, is_first: jax.Array, state: PyTree
+    ) -> tuple[jax.Array, jax.Array, PyTree]:
+        """Distribution parameters (masked), value and next recurrent state of one step or of an unroll.
+
+        Args:
+          params: of the network, and the observation statistics.
+          observation: pytree of `[B, ...]` or `[T, B, ...]`, as the environment gives them.
+          is_first: bool `[B]` or `[T, B]`.
+          state: recurrent state before the first step, `[B, ...]`.
+        """
+        named = _named(observation)
+        seen = {name: named[name] for name in self.observation_specs}
+        for name, statistics in params.observation_statistics.items():
+            seen[name] = normalisation.normalise(statistics, seen[name])
+        outputs: Any = self.network.apply(params.network, seen, is_first, state)
+        parameters, value, state = outputs
+        if self.env_spec.action_mask is not None:
+            parameters = mask_logits(parameters, named[self.env_spec.action_mask])
+        return parameters, value, state
+
+    def unroll(self, params: ActorParams, batch: Batch) -> Unroll:
+        """Evaluate the current network on a batch, `[T + 1, b]` observations and `[T, b]` actions."""
+        trajectory = batch.trajectory
+        parameters, value, _ = self.forward(params, trajectory.observation, trajectory.is_first, trajectory.state)
+        return Unroll(
+            value,
+            self.distribution.log_prob(parameters[:-1], self.raw_action(batch)),
+            self.distribution.entropy(parameters[:-1]),
+        )
+
+    def raw_action(self, batch: Batch) -> jax.Array:
+        """What the policy sampled, `[T, b, ...]`: continuous actions before they were clipped or squashed."""
+        trajectory = batch.trajectory
+        return trajectory.extras["raw_action"] if self.keeps_raw_action else trajectory.action
+
+    def scaled_steps(
+        self, scale: RewardScale | None, value: jax.Array, batch: Batch, axis_name: str
+    ) -> tuple[Steps, RewardScale | None]:
+        """Values, and rewards clipped and scaled as configured, for the returns; and the reward scale after this batch.
+
+        Args:
+          scale: before this batch, None when rewards are not normalised.
+          value: float32 `[T + 1, b]`; carries no gradient.
+          batch: this device's shard.
+          axis_name: axis of the devices.
+        """
+        _, _, _, reward, terminated, truncated, valid, _, _ = batch.trajectory
+        value = jax.lax.stop_gradient(value)
+        if self.config.reward_clip is not None:
+            reward = jnp.clip(reward, -self.config.reward_clip, self.config.reward_clip)
+        steps = Steps(value, reward, terminated, truncated, valid)
+        if scale is None:
+            return steps, None
+        unscaled = steps._replace(value=value * scale.scale)
+        returns = gae(unscaled, self.config.discount, trace_lambda=1.0).target
+        scale = normalisation.update_reward_scale(scale, returns, valid, axis_name)
+        return steps._replace(reward=reward / scale.scale), scale
+
+    def update_observation_statistics(
+        self, params: ActorParams, batch: Batch, axis_name: str
+    ) -> dict[str, RunningStatistics]:
+        """The statistics after this batch: for the next version, since the importance weights need this one's."""
+        observation, valid = _named(batch.trajectory.observation), batch.trajectory.valid
+        return {
+            name: normalisation.update_statistics(statistics, observation[name][:-1], valid, axis_name)
+            for name, statistics in params.observation_statistics.items()
+        }
+
+    def descend(
+        self, network: PyTree, opt_state: PyTree, gradient: PyTree, axis_name: str
+    ) -> tuple[PyTree, PyTree, jax.Array]:
+        """One optimiser step along one device's gradient, averaged over devices: network, opt_state, gradient norm."""
+        gradient = jax.lax.pmean(gradient, axis_name)
+        updates, opt_state = self.optimizer.update(gradient, opt_state, network)
+        return optax.apply_updates(network, updates), opt_state, jnp.asarray(optax.tree.norm(gradient))
+
+
+def make_optimizer(config: ActorCriticConfig, gradient_steps_per_update: int) -> optax.GradientTransformation:
+    """The configured optimiser with its schedule and gradient limit.
+
+    Args:
+      config: of the agent.
+      gradient_steps_per_update: optimiser steps in one learner update; the schedule counts updates.
+
+    Raises:
+      ValueError: no optimiser of that name in optax, or it does not take these options.
+    """
+    known = _optimizers()
+    if config.optimizer not in known:
+        nearest = difflib.get_close_matches(config.optimizer.lower(), known, n=1, cutoff=0.0)
+        raise ValueError(
+            f"agent.optimizer {config.optimizer!r} is not an optimiser of optax; did you mean {nearest[0]!r}?"
+        )
+    rate, steps = config.learning_rate, (config.schedule_learner_steps or 0) * gradient_steps_per_update
+    schedules: dict[str, Callable[[], Any]] = {
+        "constant": lambda: rate,
+        "linear": lambda: optax.linear_schedule(rate, 0.0, steps),
+        "cosine": lambda: optax.cosine_decay_schedule(rate, steps),
+    }
+    try:
+        optimizer = known[config.optimizer](schedules[config.learning_rate_schedule](), **config.optimizer_options)
+    except TypeError as error:
+        allowed = [n for n in inspect.signature(known[config.optimizer]).parameters if n != "learning_rate"]
+        raise ValueError(
+            f"agent.optimizer_options {config.optimizer_options} do not fit {config.optimizer!r}, which takes"
+            f" {', '.join(allowed)}"
+        ) from error
+    if config.max_gradient_norm is None:
+        return optimizer
+    return optax.chain(optax.clip_by_global_norm(config.max_gradient_norm), optimizer)
+
+
+def _optimizers() -> dict[str, Callable[..., optax.GradientTransformation]]:
+    """All functions of optax that make an optimiser: those whose first argument is the learning rate."""
+    functions = inspect.getmembers(optax, inspect.isfunction)
+    return {n: f for n, f in functions if next(iter(inspect.signature(f).parameters), None) == "learning_rate"}
+
+
+def _named(observation: PyTree) -> dict[str, Any]:
+    return observation if isinstance(observation, dict) else {"observation": observation}
+
+
+def _check_action_mask(env_spec: EnvSpec, num_parameters: int) -> None:
+    specs = _named(env_spec.observation)
+    if isinstance(env_spec.action, ContinuousActions):
+        raise ValueError(f"{env_spec.name}: an action mask is for discrete actions, not for {env_spec.action}")
+    mask: ArraySpec | None = specs.get(env_spec.action_mask or "")
+    if mask is None or mask.shape != (num_parameters,):
+        raise ValueError(
+            f"{env_spec.name}: the action mask {env_spec.action_mask!r} must be an observation of shape"
+            f" ({num_parameters},), one entry per action value; it is {mask or 'not among the observations'}"
+        )

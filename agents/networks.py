@@ -1,0 +1,262 @@
+"""Networks of the reference agents: a torso per observation, an optional recurrent core, a policy and a value head.
+
+One network serves both acting on one step (`[B, ...]`) and the learner's unroll (`[T, B, ...]`): the number of leading
+dimensions is that of `is_first`.
+"""
+
+from collections.abc import Callable
+from math import prod
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.linen.initializers import orthogonal
+from pydantic import PositiveInt
+
+from tianji_jax.agent import AgentConfig
+from tianji_jax.types import ArraySpec, PyTree
+
+Torso = Literal["mlp", "small_cnn", "nature_cnn", "impala_resnet"]
+
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "tanh": jnp.tanh,
+    "relu": nn.relu,
+    "silu": nn.silu,
+    "gelu": nn.gelu,
+}
+_HIDDEN_SIZES: dict[Torso, tuple[int, ...]] = {
+    "mlp": (64, 64),
+    "small_cnn": (256,),
+    "nature_cnn": (512,),
+    "impala_resnet": (256,),
+}
+_SMALLEST_IMAGE: dict[Torso, int] = {"small_cnn": 1, "nature_cnn": 36, "impala_resnet": 1}
+_NATURE_CNN_FROM = 64  # pixels: "auto" takes the small CNN below
+
+
+class NetworkConfig(AgentConfig):
+    """What the network is made of.
+
+    Attributes:
+      torso: `auto` takes a CNN for an observation of rank 3 (`nature_cnn` from 64 pixels, `small_cnn` below), for any
+        other an MLP over its flattened entries. A named CNN is for the images of a dict of observations; its vectors
+        go through an MLP all the same.
+      hidden_sizes: dense layers of each torso, after the convolutions if any; by default 64, 64 for the MLP, 512 for
+        `nature_cnn`, 256 for the other CNNs.
+      activation: of the MLP; the CNNs use relu.
+      recurrence: core between torso and heads, reset at each episode's first observation.
+      recurrent_size: units of the core.
+      shared_torso: policy and value heads on one torso (and core), or each on its own. By default shared where there is
+        an image or a core, separate for MLPs.
+      dtype: of the computation; parameters and outputs are float32.
+    """
+
+    torso: Literal["auto"] | Torso = "auto"
+    hidden_sizes: tuple[PositiveInt, ...] | None = None
+    activation: Literal["tanh", "relu", "silu", "gelu"] = "tanh"
+    recurrence: Literal["none", "lstm", "gru"] = "none"
+    recurrent_size: PositiveInt = 128
+    shared_torso: bool | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+def torso_of(config: NetworkConfig, spec: ArraySpec) -> Torso:
+    """The torso an observation goes through."""
+    if len(spec.shape) != 3:
+        return "mlp"
+    if config.torso == "auto":
+        return "nature_cnn" if min(spec.shape[1:]) >= _NATURE_CNN_FROM else "small_cnn"
+    return config.torso
+
+
+def shares_torso(config: NetworkConfig, torsos: tuple[tuple[str, Torso], ...]) -> bool:
+    """Whether policy and value stand on one torso."""
+    if config.shared_torso is not None:
+        return config.shared_torso
+    return config.recurrence != "none" or any(torso != "mlp" for _, torso in torsos)
+
+
+def check_fits(config: NetworkConfig, observation: dict[str, ArraySpec]) -> None:
+    """Raise `ValueError` where torso and observations do not go together.
+
+    Args:
+      config: of the network.
+      observation: specs of what the network sees of one environment.
+    """
+    if not observation:
+        raise ValueError("the network sees no observation: the environment has none besides its action mask")
+    shapes = ", ".join(f"{name} {spec}" for name, spec in observation.items())
+    if config.torso not in ("auto", "mlp") and not any(len(spec.shape) == 3 for spec in observation.values()):
+        raise ValueError(
+            f"agent.network.torso {config.torso!r} is for images (channels, height, width), not for {shapes}: use 'mlp'"
+            " or 'auto'"
+        )
+    for name, spec in observation.items():
+        torso = torso_of(config, spec)
+        if torso != "mlp" and min(spec.shape[1:]) < _SMALLEST_IMAGE[torso]:
+            raise ValueError(
+                f"agent.network.torso {torso!r} needs images (channels, height, width) of at least"
+                f" {_SMALLEST_IMAGE[torso]} pixels in height and width, not {name} {spec}: use 'small_cnn' or 'auto'"
+            )
+
+
+def initial_state(config: NetworkConfig, shared_torso: bool, batch_size: int) -> PyTree:
+    """Zeros for the recurrent cores: one entry per torso, `[batch_size, recurrent_size]` each; `()` without a core."""
+    if config.recurrence == "none":
+        return ()
+    carry = jnp.zeros((batch_size, config.recurrent_size))
+    core = (carry, carry) if config.recurrence == "lstm" else carry
+    return (core,) if shared_torso else (core, core)
+
+
+class ActorCriticNetwork(nn.Module):
+    """Parameters of the action distribution, value and next recurrent state from observations.
+
+    Attributes:
+      config: of the network.
+      torsos: the torso of each observation, by name.
+      shared_torso: see `NetworkConfig`, decided.
+      num_parameters: outputs of the policy head.
+      num_shared_parameters: learned numbers appended to them (initially 0).
+    """
+
+    config: NetworkConfig
+    torsos: tuple[tuple[str, Torso], ...]
+    shared_torso: bool
+    num_parameters: int
+    num_shared_parameters: int = 0
+
+    @nn.compact
+    def __call__(
+        self, observation: dict[str, jax.Array], is_first: jax.Array, state: PyTree
+    ) -> tuple[jax.Array, jax.Array, PyTree]:
+        """Run one step or an unroll.
+
+        Args:
+          observation: arrays of `[B, ...]` or `[T, B, ...]`; images channel-first.
+          is_first: bool `[B]` or `[T, B]`.
+          state: as `initial_state` makes it.
+
+        Returns:
+          Parameters float32 `[..., num_parameters + num_shared_parameters]`, value float32 `[...]`, next state.
+        """
+        trunks = ["trunk"] if self.shared_torso else ["policy_trunk", "value_trunk"]
+        features, next_state = [], []
+        for i, name in enumerate(trunks):
+            trunk = Trunk(self.config, self.torsos, name=name)
+            x, core_state = trunk(observation, is_first, state[i] if state else ())
+            features.append(x)
+            next_state.append(core_state)
+        parameters = nn.Dense(self.num_parameters, kernel_init=orthogonal(0.01), name="policy_head")(features[0])
+        value = nn.Dense(1, kernel_init=orthogonal(1.0), name="value_head")(features[-1])
+        if self.num_shared_parameters:
+            shared = self.param("shared", nn.initializers.zeros, (self.num_shared_parameters,))
+            shared = jnp.broadcast_to(shared, (*parameters.shape[:-1], self.num_shared_parameters))
+            parameters = jnp.concatenate([parameters, shared], axis=-1)
+        return parameters, value[..., 0], tuple(next_state) if state else ()
+
+
+class Trunk(nn.Module):
+    """Torsos of all observations, concatenated, then the recurrent core if there is one; features float32."""
+
+    config: NetworkConfig
+    torsos: tuple[tuple[str, Torso], ...]
+
+    @nn.compact
+    def __call__(
+        self, observation: dict[str, jax.Array], is_first: jax.Array, state: PyTree
+    ) -> tuple[jax.Array, PyTree]:
+        features = [self._torso(name, torso, observation[name], is_first.ndim) for name, torso in self.torsos]
+        x = jnp.concatenate(features, axis=-1) if len(features) > 1 else features[0]
+        if self.config.recurrence != "none":
+            x, state = Core(self.config)(x, is_first, state)
+        return x.astype(jnp.float32), state
+
+    def _torso(self, name: str, torso: Torso, x: jax.Array, leading: int) -> jax.Array:
+        dtype = jnp.dtype(self.config.dtype)
+        batch, shape = x.shape[:leading], x.shape[leading:]
+        # Scaled in the computation's dtype: an unroll of images as float32 would be four times its size again.
+        x = x.astype(dtype) / 255 if x.dtype == jnp.uint8 else x.astype(dtype)
+        activation = _ACTIVATIONS[self.config.activation]
+        if torso != "mlp":
+            x = x.reshape(prod(batch), *shape).transpose(0, 2, 3, 1)
+            x = _CNNS[torso](dtype)(x)
+            activation = nn.relu
+        x = x.reshape(*batch, -1)
+        for size in _HIDDEN_SIZES[torso] if self.config.hidden_sizes is None else self.config.hidden_sizes:
+            x = activation(nn.Dense(size, dtype=dtype, kernel_init=orthogonal(2**0.5))(x))
+        return x
+
+
+class Core(nn.Module):
+    """An LSTM or GRU over one step `[B, n]` or an unroll `[T, B, n]`, its state reset where `is_first`."""
+
+    config: NetworkConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array, is_first: jax.Array, state: PyTree) -> tuple[jax.Array, PyTree]:
+        make_cell = nn.OptimizedLSTMCell if self.config.recurrence == "lstm" else nn.GRUCell
+        cell = make_cell(self.config.recurrent_size, dtype=jnp.dtype(self.config.dtype), name="cell")
+
+        def step(cell: nn.Module, state: PyTree, inputs: tuple[jax.Array, jax.Array]) -> tuple[PyTree, jax.Array]:
+            x, first = inputs
+            state = jax.tree.map(lambda s: jnp.where(first[:, None], 0.0, s), state)
+            state, x = cell(state, x)
+            # The state stays float32 whatever the cell computes in: a scan's carry cannot change its dtype.
+            return jax.tree.map(lambda s: s.astype(jnp.float32), state), x
+
+        if x.ndim == 3:
+            unroll = nn.scan(step, variable_broadcast="params", split_rngs={"params": False})
+            state, x = unroll(cell, state, (x, is_first))
+        else:
+            state, x = step(cell, state, (x, is_first))
+        return x, state
+
+
+class SmallCNN(nn.Module):
+    """Two strided convolutions, for images of some 40 pixels on CPUs."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for features, kernel, stride in ((16, 5, 3), (32, 3, 2)):
+            x = nn.relu(_conv(features, kernel, stride, "SAME", self.dtype)(x))
+        return x
+
+
+class NatureCNN(nn.Module):
+    """The convolutions of Mnih et al. 2015 (DQN)."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for features, kernel, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
+            x = nn.relu(_conv(features, kernel, stride, "VALID", self.dtype)(x))
+        return x
+
+
+class ImpalaResNet(nn.Module):
+    """The large architecture of Espeholt et al. 2018 (IMPALA), figure 3, without its core."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for features in (16, 32, 32):
+            x = _conv(features, 3, 1, "SAME", self.dtype)(x)
+            x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
+            for _ in range(2):
+                y = _conv(features, 3, 1, "SAME", self.dtype)(nn.relu(x))
+                x = x + _conv(features, 3, 1, "SAME", self.dtype)(nn.relu(y))
+        return nn.relu(x)
+
+
+def _conv(features: int, kernel: int, stride: int, padding: str, dtype: Any) -> nn.Conv:
+    init = orthogonal(2**0.5)
+    return nn.Conv(features, (kernel, kernel), stride, padding, dtype=dtype, kernel_init=init)
+
+
+_CNNS: dict[Torso, Any] = {"small_cnn": SmallCNN, "nature_cnn": NatureCNN, "impala_resnet": ImpalaResNet}
