@@ -1,0 +1,143 @@
+"""How sockets are set up, bound and read; the same for every stream."""
+
+import contextlib
+import ipaddress
+import socket as os_socket
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import zmq
+
+HIGH_WATER = 256
+"""Messages queued per peer and direction before a send waits (ZeroMQ's default is 1000).
+
+Credits already bound what a well-behaved peer has under way, mostly far below this. It is there for a peer that
+stopped reading or sends without permission: it bounds the memory such a one can hold.
+"""
+
+IPC_PATH_LIMIT = 107
+"""Bytes of the path of a Unix domain socket, without the final zero (Linux, unix(7))."""
+
+
+def open_socket(context: zmq.Context, kind: int, message_limit: int) -> zmq.Socket:
+    """A socket for one thread.
+
+    Args:
+      context: shared by all threads that talk over `inproc://`.
+      kind: `zmq.ROUTER` or `zmq.DEALER`.
+      message_limit: bytes of the largest frame to receive; a peer that sends a larger one is disconnected.
+    """
+    socket = context.socket(kind)
+    socket.linger = 0  # a process that ends does not wait for a peer to take its last messages
+    socket.sndhwm = socket.rcvhwm = HIGH_WATER
+    socket.maxmsgsize = message_limit
+    if kind == zmq.ROUTER:
+        socket.router_mandatory = True  # sending to a peer that is gone is an error instead of silence
+        socket.router_handover = True  # a restarted peer takes over the routing id of its predecessor
+    return socket
+
+
+def bind(socket: zmq.Socket, address: str) -> str:
+    """Listen at `address` and return the address to connect to (with the port chosen for `tcp://127.0.0.1:*`).
+
+    Every listening socket comes through here, so that this is where keys will be required.
+
+    Raises:
+      ValueError: the address is of another kind, or beyond loopback.
+    """
+    if not address.startswith(("inproc://", "ipc://", "tcp://")):
+        raise ValueError(f"address {address!r}; one of inproc://, ipc:// or tcp:// is expected")
+    if address.startswith("tcp://") and not _is_loopback(address.removeprefix("tcp://").rpartition(":")[0]):
+        raise ValueError(
+            f"address {address!r} listens beyond loopback, which needs keys, and keys are not supported yet; "
+            "tcp://127.0.0.1:PORT is allowed"
+        )
+    socket.bind(address)
+    return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+
+
+def receive(socket: zmq.Socket, max_frames: int) -> list[zmq.Frame] | None:
+    """The next message, or None when there is none; never waits, never copies.
+
+    Frames beyond the first `max_frames + 1` are thrown away: enough to see that there were too many.
+    """
+    try:
+        frames = [socket.recv(zmq.NOBLOCK, copy=False)]
+    except zmq.Again:
+        return None
+    last = frames[0]
+    while last.more:
+        last = socket.recv(copy=False)  # never waits: messages arrive whole
+        if len(frames) <= max_frames:
+            frames.append(last)
+    return frames
+
+
+def milliseconds(seconds: float) -> int:
+    """A timeout as `poll` takes it; rounded up, so that a short wait does not become a busy loop."""
+    return max(0, int(-(-seconds * 1000 // 1)))
+
+
+class Waker:
+    """Lets any thread end another thread's `poll` (sockets of ZeroMQ may not be shared, this may)."""
+
+    def __init__(self) -> None:
+        self._receiver, self._sender = os_socket.socketpair()
+        self._receiver.setblocking(False)
+        self._sender.setblocking(False)
+
+    def fileno(self) -> int:
+        """What to register in a poller."""
+        return self._receiver.fileno()
+
+    def wake(self) -> None:
+        """Make the poll in progress, or else the next, return at once; harmless after `close`."""
+        with contextlib.suppress(OSError):  # a full buffer wakes as well, and a closed one has nobody to wake
+            self._sender.send(b"\0")
+
+    def clear(self) -> None:
+        """Forget all wakes so far."""
+        with contextlib.suppress(BlockingIOError):
+            while self._receiver.recv(4096):
+                pass
+
+    def close(self) -> None:
+        self._sender.close()
+        self._receiver.close()
+
+
+@contextlib.contextmanager
+def local_address(kind: str) -> Iterator[str]:
+    """A fresh address on this host to bind to; what it leaves on disk is removed at the end.
+
+    Args:
+      kind: "inproc" (threads of this process that share a context) or "ipc" (processes of this user).
+
+    Raises:
+      ValueError: another kind, or the temporary directory's path leaves no room for an address.
+    """
+    if kind == "inproc":
+        yield f"inproc://{uuid.uuid4().hex}"
+    elif kind == "ipc":
+        # The directory has mode 0700: other users of the host cannot connect.
+        with tempfile.TemporaryDirectory(prefix="tianji-", ignore_cleanup_errors=True) as directory:
+            path = Path(directory) / "s"
+            if len(bytes(path)) > IPC_PATH_LIMIT:
+                raise ValueError(
+                    f"{path} is too long for a socket ({len(bytes(path))} bytes, at most {IPC_PATH_LIMIT}); "
+                    "set TMPDIR to a shorter directory"
+                )
+            yield f"ipc://{path}"
+    else:
+        raise ValueError(f"kind of address {kind!r}; inproc or ipc is expected")
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
