@@ -62,15 +62,17 @@ class Balance:
                     granted.append((actor_id, credit))
         return granted
 
-    def arrive(self, actor_id: int, policy_version: int) -> bool:
-        """A trajectory came for a credit; False when the actor held none (the trajectory is then not its to send)."""
+    def arrive(self, actor_id: int, policy_version: int) -> None:
+        """A trajectory came for a credit."""
         with self._lock:
-            for index, grant in enumerate(self._held):
-                if grant.actor_id == actor_id:
-                    del self._held[index]
-                    self._arrived.append(policy_version)
-                    return True
-        return False
+            self._take_back(actor_id)
+            self._arrived.append(policy_version)
+
+    def lose(self, actor_id: int, trajectories: int = 1) -> None:
+        """Trajectories that an actor held credits for will not come."""
+        with self._lock:
+            for _ in range(trajectories):
+                self._take_back(actor_id)
 
     def release(self, trajectories: int = 1) -> None:
         """Arrived trajectories, oldest first, left the queues: consumed, dropped or rejected."""
@@ -78,12 +80,11 @@ class Balance:
             for _ in range(trajectories):
                 self._arrived.popleft()
 
-    def lose(self, actor_id: int) -> None:
-        """An actor is gone or began anew: what it held and asked for goes back to the others."""
+    def leave(self, actor_id: int) -> None:
+        """An actor is gone, or begins anew: what it held and asked for goes back to the others."""
         with self._lock:
             self._held = [grant for grant in self._held if grant.actor_id != actor_id]
             self._asking = deque(asking for asking in self._asking if asking != actor_id)
-            self._forget(actor_id)
 
     def can_reuse(self, version: int) -> bool:
         """Whether one more update at `version`, on no new data, leaves everything in flight within `max_lag`."""
@@ -99,8 +100,9 @@ class Balance:
             return None
         return Credit(version)
 
-    def _forget(self, actor_id: int) -> None:
-        """For subclasses that remember actors."""
+    def _take_back(self, actor_id: int) -> None:
+        index = next(index for index, grant in enumerate(self._held) if grant.actor_id == actor_id)
+        del self._held[index]
 
 
 class LockStepBalance(Balance):
@@ -122,5 +124,21 @@ class LockStepBalance(Balance):
         self._granted[actor_id] += 1
         return Credit(max(0, update - self.max_lag))
 
-    def _forget(self, actor_id: int) -> None:
-        self._granted.pop(actor_id, None)
+    def lose(self, actor_id: int, trajectories: int = 1) -> None:
+        """Every trajectory has its place in the order, and one has been lost.
+
+        Raises:
+          RuntimeError: always.
+        """
+        raise RuntimeError(
+            f"actor {actor_id} lost {trajectories} trajectories, and lock-step cannot go on without them"
+        )
+
+    def leave(self, actor_id: int) -> None:
+        """An actor may join, but not begin anew.
+
+        Raises:
+          RuntimeError: it has been given credits before.
+        """
+        if self._granted[actor_id]:
+            raise RuntimeError(f"actor {actor_id} began anew, and lock-step cannot go on without what it had to send")

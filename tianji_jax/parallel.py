@@ -7,6 +7,7 @@ carry a leading device dimension `[D, ...]`.
 """
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -126,3 +127,12 @@ class Parallel:
 def spec_of(tree: PyTree) -> PyTree:
     """`ArraySpec` leaves for arrays, or for what `jax.eval_shape` returns."""
     return jax.tree.map(lambda x: ArraySpec(x.shape, x.dtype), tree)
+
+
+def use_compilation_cache(folder: Path | None) -> None:
+    """Keep compiled programs in `folder`, so that the next run starts in seconds."""
+    if folder is None:
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder.expanduser()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -73,10 +73,6 @@ class Ledger:
         with self._lock:
             self._rejections[reason] = self._rejections.get(reason, 0) + 1
 
-    def refuse(self) -> None:
-        """A trajectory arrived too old to be queued."""
-        self._move(received=1, dropped=1)
-
     def drop(self, trajectories: int = 1) -> None:
         """Queued trajectories grew too old."""
         self._move(queued=-trajectories, dropped=trajectories)

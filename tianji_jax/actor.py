@@ -1,0 +1,238 @@
+"""Acting: step the environments, choose actions, fill trajectories, send them."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from tianji_jax.agent import Agent
+from tianji_jax.environments import Environments, Step
+from tianji_jax.transport import Credit, ParameterClient, TrajectoryClient
+from tianji_jax.types import ArraySpec, Episode, PyTree, Stamp, Trajectory
+from tianji_jax.worker import POLL_SECONDS
+
+CONNECT_SECONDS = 60.0
+"""How long an actor waits for its learner to answer the handshake."""
+
+PARAMETER_SECONDS = 600.0
+"""How long an actor waits for parameters; the first come when the learner has compiled its initialisation."""
+
+
+class TrajectoryBuilder:
+    """Fills one trajectory, some environments (a slice of `B`) and one step at a time.
+
+    Each trajectory gets fresh buffers: the previous one may still be on its way.
+    """
+
+    def __init__(self, spec: PyTree) -> None:
+        self._spec = spec
+        self.unroll_length = spec.reward.shape[0]
+
+    def begin(self, state: Sequence[tuple[slice, PyTree]]) -> None:
+        """Take new buffers and note the recurrent state of each slice."""
+        self.trajectory: Trajectory = jax.tree.map(lambda spec: np.empty(spec.shape, spec.dtype), self._spec)
+        for where, part in state:
+            jax.tree.map(lambda buffer, value, where=where: _write(buffer, where, value), self.trajectory.state, part)
+
+    def observe(self, t: int, where: slice, step: Step) -> None:
+        """What was seen before step `t` (0 to T)."""
+        trajectory = self.trajectory
+        jax.tree.map(
+            lambda buffer, value: buffer.__setitem__((t, where), value), trajectory.observation, step.observation
+        )
+        trajectory.is_first[t, where] = step.is_first
+
+    def act(self, t: int, where: slice, action: np.ndarray, extras: PyTree) -> None:
+        """What was done in step `t` (0 to T - 1)."""
+        self.trajectory.action[t, where] = action
+        jax.tree.map(lambda buffer, value: _write(buffer[t], where, value), self.trajectory.extras, extras)
+
+    def outcome(self, t: int, where: slice, step: Step) -> None:
+        """What came of step `t` (0 to T - 1)."""
+        trajectory = self.trajectory
+        trajectory.reward[t, where] = step.reward
+        trajectory.terminated[t, where] = step.terminated
+        trajectory.truncated[t, where] = step.truncated
+        trajectory.valid[t, where] = step.valid
+
+
+class _Half:
+    """Some of an actor's environments, which step together."""
+
+    def __init__(self, environments: Environments, where: slice, state: PyTree) -> None:
+        self.environments = environments
+        self.where = where
+        self.state = state
+        self.step: Step
+
+
+class Seconds(NamedTuple):
+    """Where an actor's time went during one unroll, in seconds."""
+
+    credit: float = 0.0
+    parameters: float = 0.0
+    environment: float = 0.0
+    inference: float = 0.0
+    sending: float = 0.0
+
+
+class Actor:
+    """Owns environments and a copy of the policy; acts as long as it is given credits.
+
+    All methods but the constructor run on one thread, which owns the sockets of both clients.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        environments: Sequence[Callable[[], Environments]],
+        spec: PyTree,
+        device: jax.Device,
+        seed: int,
+        actor_id: int,
+        lock_step: bool,
+    ) -> None:
+        """
+        Args:
+          agent: the agent.
+          environments: makes each half of the environments (or the whole, when not double-buffered).
+          spec: of a trajectory, `ArraySpec` leaves.
+          device: where the policy runs.
+          seed: of the run.
+          actor_id: from 0; actors of one run sample their actions independently.
+          lock_step: act with exactly the version a credit names, not with the newest.
+        """
+        self._agent = agent
+        self._make = environments
+        self._spec = spec
+        self._device = device
+        self._builder = TrajectoryBuilder(spec)
+        self._actor_id = actor_id
+        self._lock_step = lock_step
+        with jax.default_device(device):
+            self._rng = actor_key(seed, actor_id)
+        self._calls = 0
+        self._act = jax.jit(self._choose)
+
+    def run(self, trajectories: TrajectoryClient, parameters: ParameterClient, stop: threading.Event) -> None:
+        """Act until `stop` is set."""
+        halves: list[_Half] = []
+        try:
+            trajectories.hello(stop, CONNECT_SECONDS)
+            trajectories.request()
+            halves = self._open()
+            version, params, sequence = -1, None, 0
+            while not stop.is_set():
+                began = time.perf_counter()
+                credit = trajectories.credit(POLL_SECONDS)
+                while credit is None and not stop.is_set():
+                    credit = trajectories.credit(POLL_SECONDS)
+                granted = time.perf_counter()
+                if trajectories.take_refetch():
+                    parameters.refetch()
+                received = None if credit is None else self._fetch(parameters, credit, stop)
+                if received is None:
+                    return
+                if received[0] != version:
+                    version, params = received[0], jax.device_put(received[1], self._device)
+                # The next credit travels while this unroll is acted.
+                trajectories.request()
+                waits = Seconds(credit=granted - began, parameters=time.perf_counter() - granted)
+                episodes, seconds = self._unroll(halves, params, parameters, waits)
+                stamp = Stamp(version, self._actor_id, sequence)
+                trajectories.send(stamp, self._builder.trajectory, episodes, seconds._asdict())
+                sequence += 1
+        finally:
+            for half in halves:
+                half.environments.close()
+            trajectories.close()
+            parameters.close()
+
+    def _fetch(self, parameters: ParameterClient, credit: Credit, stop: threading.Event) -> tuple[int, PyTree] | None:
+        fetch = parameters.exactly if self._lock_step else parameters.newest
+        return fetch(credit.version, stop, PARAMETER_SECONDS)
+
+    def _open(self) -> list[_Half]:
+        halves, start = [], 0
+        for make in self._make:
+            environments = make()
+            count = environments.num_environments
+            state = jax.device_put(self._agent.initial_state(count), self._device)
+            halves.append(_Half(environments, slice(start, start + count), state))
+            start += count
+        for half in halves:
+            half.step = half.environments.reset()
+        return halves
+
+    def _unroll(
+        self, halves: Sequence[_Half], params: PyTree, parameters: ParameterClient, waits: Seconds
+    ) -> tuple[list[Episode], Seconds]:
+        """Act `T` steps in all environments. While one half steps, the policy acts for the other."""
+        clock = time.perf_counter
+        environment = inference = 0.0
+        episodes: list[Episode] = []
+        builder = self._builder
+        builder.begin([(half.where, half.state) for half in halves])
+        for half in halves:
+            builder.observe(0, half.where, half.step)
+        for t in range(builder.unroll_length + 1):
+            parameters.poll()
+            for half in halves:
+                if t > 0:
+                    began = clock()
+                    half.step = half.environments.recv()
+                    environment += clock() - began
+                    builder.outcome(t - 1, half.where, half.step)
+                    builder.observe(t, half.where, half.step)
+                    episodes += half.step.episodes
+                if t < builder.unroll_length:
+                    began = clock()
+                    action, extras = self._choose_for(half, params)
+                    inference += clock() - began
+                    half.environments.send(action)
+                    builder.act(t, half.where, action, extras)
+        return episodes, waits._replace(environment=environment, inference=inference)
+
+    def _choose_for(self, half: _Half, params: PyTree) -> tuple[np.ndarray, PyTree]:
+        action, extras, half.state = self._act(
+            params, self._rng, np.uint32(self._calls), half.step.observation, half.step.is_first, half.state
+        )
+        self._calls += 1
+        return np.asarray(action), extras
+
+    def _choose(
+        self, params: PyTree, rng: jax.Array, call: jax.Array, observation: PyTree, is_first: jax.Array, state: PyTree
+    ) -> tuple[jax.Array, PyTree, PyTree]:
+        return self._agent.act(params, jax.random.fold_in(rng, call), observation, is_first, state)
+
+
+def actor_key(seed: int, actor_id: int) -> jax.Array:
+    """Root of an actor's action sampling; the learner's root is number 0 of the same family."""
+    return jax.random.fold_in(jax.random.key(seed), 1 + actor_id)
+
+
+def acting_spec(agent: Agent, observation: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+    """Specs (`ArraySpec` leaves, of one environment) of the agent's parameters, extras and recurrent state.
+
+    Args:
+      agent: the agent.
+      observation: the environment's observation spec.
+    """
+    params = jax.eval_shape(lambda: agent.actor_params(agent.init(jax.random.key(0))))
+    state = jax.eval_shape(lambda: agent.initial_state(1))
+    batched = jax.tree.map(lambda spec: jax.ShapeDtypeStruct((1, *spec.shape), spec.dtype), observation)
+    is_first = jax.ShapeDtypeStruct((1,), bool)
+    rng = jax.eval_shape(lambda: jax.random.key(0))
+    _, extras, _ = jax.eval_shape(agent.act, params, rng, batched, is_first, state)
+
+    def single(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: ArraySpec(x.shape[1:], x.dtype), tree)
+
+    return jax.tree.map(lambda x: ArraySpec(x.shape, x.dtype), params), single(extras), single(state)
+
+
+def _write(buffer: np.ndarray, where: slice, value: jax.Array) -> None:
+    buffer[where] = value

@@ -1,0 +1,92 @@
+"""The command line: `tianji train`, `tianji config`, `tianji environments`."""
+
+import argparse
+import logging
+import sys
+import traceback
+from collections.abc import Sequence
+
+INTERRUPTED = 130
+REFUSED = 2
+FAILED = 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code: 0 done, 1 failed, 2 refused, 130 stopped by Ctrl-C."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    # Imported late, so that --help and spelling mistakes are answered at once.
+    from tianji_jax.config import ConfigError
+
+    try:
+        code: int = options.command(options)
+    except ConfigError as error:
+        print(f"tianji: {error}", file=sys.stderr)
+        return REFUSED
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return INTERRUPTED
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tianji", description="Asynchronous deep reinforcement learning on JAX.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    overrides = "section.setting=value, for example agent.learning_rate=1e-3 run.seed=2"
+
+    train = commands.add_parser("train", help="train an agent")
+    train.add_argument("config", help="a YAML file; configs/ has one for each run worth repeating")
+    train.add_argument("overrides", nargs="*", help=overrides)
+    train.set_defaults(command=_train)
+
+    config = commands.add_parser("config", help="check a configuration and print it with every default")
+    config.add_argument("config", help="a YAML file")
+    config.add_argument("overrides", nargs="*", help=overrides)
+    config.set_defaults(command=_config)
+
+    environments = commands.add_parser("environments", help="list the names of environments")
+    environments.add_argument("word", nargs="?", default="", help="only names that contain this")
+    environments.set_defaults(command=_environments)
+    return parser
+
+
+def _train(options: argparse.Namespace) -> int:
+    from tianji_jax.config import load
+    from tianji_jax.launch import train
+    from tianji_jax.worker import WorkerError
+
+    try:
+        result = train(load(options.config, options.overrides))
+    except WorkerError as error:
+        cause = error.__cause__ or error
+        traceback.print_exception(cause)
+        print(f"tianji: {error}", file=sys.stderr)
+        return FAILED
+    outcome = "no episode finished" if result.episode_return is None else f"return {result.episode_return:,.1f}"
+    print(
+        f"{'solved: ' if result.solved else ''}{outcome} after {result.environment_steps:,} environment steps and "
+        f"{result.seconds:.1f} s; {result.path}"
+    )
+    return 0
+
+
+def _config(options: argparse.Namespace) -> int:
+    from tianji_jax.blueprint import plan
+    from tianji_jax.config import load, to_yaml
+
+    config = load(options.config, options.overrides)
+    plan(config)
+    print(to_yaml(config), end="")
+    return 0
+
+
+def _environments(options: argparse.Namespace) -> int:
+    from tianji_jax.environments import names
+
+    found = names(options.word)
+    print("\n".join(found) if found else f"no environment has {options.word!r} in its name")
+    return 0 if found else FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

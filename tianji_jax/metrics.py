@@ -1,0 +1,157 @@
+"""What a run measures while it goes, and the file it is written to."""
+
+import json
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tianji_jax.types import Episode
+
+Report = dict[str, Any]
+"""One report: JSON values by name. A value that is not known is absent."""
+
+RETURN_WINDOW = 100
+"""Episodes that `episode_return` averages over, as the field reports it."""
+
+
+class Meter:
+    """Counts and averages of a run. Safe to use from any thread.
+
+    Steps are environment steps, counted when their trajectory leaves the queues (learned from or dropped); a reused
+    batch counts once. Counters are Python integers and do not overflow.
+    """
+
+    def __init__(self, frame_skip: int = 1) -> None:
+        self._lock = threading.Lock()
+        self._frame_skip = frame_skip
+        self._began = self._reported = time.monotonic()
+        self._returns: deque[float] = deque(maxlen=RETURN_WINDOW)
+        self._lengths: deque[int] = deque(maxlen=RETURN_WINDOW)
+        self._counts = dict.fromkeys(
+            (
+                "environment_steps",
+                "learner_steps",
+                "episodes",
+                "samples_corrected",
+                "samples_reused",
+                "updates_skipped",
+            ),
+            0,
+        )
+        self._last = dict(self._counts)
+        self._lags: list[int] = []
+        self._updates: list[Mapping[str, float]] = []
+        self._actor_seconds: dict[str, float] = {}
+
+    @property
+    def environment_steps(self) -> int:
+        """Environment steps so far."""
+        return self._counts["environment_steps"]
+
+    def reached(self, episode_return: float) -> bool:
+        """Whether the mean return of a full window of episodes is at least `episode_return`."""
+        with self._lock:
+            return len(self._returns) == RETURN_WINDOW and sum(self._returns) / RETURN_WINDOW >= episode_return
+
+    def experience(self, steps: int, episodes: Iterable[Episode]) -> None:
+        """Environment steps that left the queues, and the episodes that ended in them."""
+        with self._lock:
+            self._counts["environment_steps"] += steps
+            for episode in episodes:
+                self._counts["episodes"] += 1
+                self._returns.append(episode.episode_return)
+                self._lengths.append(episode.length)
+
+    def consumed(self, lags: Iterable[int], corrected: int) -> None:
+        """A batch went into an update: the lag of each trajectory, and the steps the loss corrects for."""
+        with self._lock:
+            self._lags.extend(lags)
+            self._counts["samples_corrected"] += corrected
+
+    def reused(self, steps: int, lags: Iterable[int], corrected: int) -> None:
+        """A batch went into one more update."""
+        self.consumed(lags, corrected)
+        with self._lock:
+            self._counts["samples_reused"] += steps
+
+    def updated(self, metrics: Mapping[str, float], skipped: bool) -> None:
+        """An update finished with these metrics; skipped, if they were not finite."""
+        with self._lock:
+            self._counts["learner_steps"] += 1
+            self._counts["updates_skipped"] += skipped
+            self._updates.append(metrics)
+
+    def acted(self, seconds: Mapping[str, float]) -> None:
+        """Where an actor's time went during one unroll, in seconds by activity."""
+        with self._lock:
+            for activity, value in seconds.items():
+                self._actor_seconds[activity] = self._actor_seconds.get(activity, 0.0) + value
+
+    def report(self) -> Report:
+        """What happened since the last report, and the totals."""
+        now = time.monotonic()
+        with self._lock:
+            elapsed = max(now - self._reported, 1e-9)
+            rates = {name: (self._counts[name] - self._last[name]) / elapsed for name in self._counts}
+            report: Report = {
+                "wall_seconds": now - self._began,
+                **self._counts,
+                "frames": self._counts["environment_steps"] * self._frame_skip,
+                "environment_steps_per_second": rates["environment_steps"],
+                "frames_per_second": rates["environment_steps"] * self._frame_skip,
+                "learner_steps_per_second": rates["learner_steps"],
+            }
+            if self._returns:
+                report["episode_return"] = sum(self._returns) / len(self._returns)
+                report["episode_length"] = sum(self._lengths) / len(self._lengths)
+            if self._lags:
+                report["policy_lag_min"] = min(self._lags)
+                report["policy_lag_mean"] = sum(self._lags) / len(self._lags)
+                report["policy_lag_max"] = max(self._lags)
+            report |= {f"learner/{name}": value for name, value in _means(self._updates).items()}
+            total = sum(self._actor_seconds.values())
+            if total > 0:
+                report |= {f"actor_time/{name}": value / total for name, value in self._actor_seconds.items()}
+            self._reported, self._last = now, dict(self._counts)
+            self._lags, self._updates, self._actor_seconds = [], [], {}
+        return report
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one JSON object per report, flushed line by line.
+
+    A full disk must not end a training run: what cannot be written is counted in `lost`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.lost = 0
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, report: Report) -> None:
+        """Append one report."""
+        try:
+            self._file.write(json.dumps(report) + "\n")
+            self._file.flush()
+        except OSError:
+            self.lost += 1
+
+    def close(self) -> None:
+        """Close the file."""
+        try:
+            self._file.close()
+        except OSError:
+            self.lost += 1
+
+
+def _means(updates: list[Mapping[str, float]]) -> dict[str, float]:
+    """Mean of each metric over updates; values that are not finite are left out (JSON has none)."""
+    sums: dict[str, list[float]] = {}
+    for update in updates:
+        for name, value in update.items():
+            if math.isfinite(value):
+                sums.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in sums.items()}
