@@ -115,16 +115,17 @@ class ActionCheck:
         array = spec.array.prepend(num_environments)
         self._shape, self._dtype = array.shape, array.dtype
         self._continuous = isinstance(spec, ContinuousActions)
-        self._low: Any = 0
+        self._low: Any
+        self._high: Any
         if isinstance(spec, ContinuousActions):
-            self._low, self._high = np.float32(spec.low), np.float32(spec.high)
+            self._low, self._high = (np.array(bound, np.float32) for bound in (spec.low, spec.high))
             span = np.where(np.isfinite(self._high - self._low), self._high - self._low, 0)
             margin = np.float32(self._ROUNDING) * span
             self._allowed = (self._low - margin, self._high + margin)
         elif isinstance(spec, DiscreteActions):
-            self._high = spec.num_values - 1
+            self._low, self._high = 0, spec.num_values - 1
         else:
-            self._high = np.asarray(spec.num_values) - 1
+            self._low, self._high = 0, np.asarray(spec.num_values) - 1
 
     def __call__(self, action: Any) -> np.ndarray:
         """The actions as a contiguous array of the spec's dtype.

@@ -53,6 +53,8 @@ _RESERVED = {
     "base_path": "set the environment variable ENVPOOL_ASSETS_PATH instead",
 }
 _PIXEL_OPTIONS = ("render_width", "render_height", "render_camera_id")
+# Zero of any of these kills the process inside EnvPool or gives episodes without steps.
+_POSITIVE = {"frame_skip", "frame_stack", "stack_num", "noop_max", "img_height", "img_width", "max_episode_steps"}
 _NARROW = {"float64": "float32", "int64": "int32"}
 
 
@@ -212,13 +214,14 @@ def _check_options(name: str, options: Mapping[str, Any], defaults: dict[str, An
                 f"environment {name!r} has no option {key!r}: {hint}Allowed are {', '.join(sorted(allowed))}"
             )
         kind = type(defaults[key])
-        if not isinstance(value, (int, float) if kind is float else kind) or (
-            isinstance(value, bool) and kind is not bool
-        ):
+        fits = isinstance(value, (int, float) if kind is float else kind)
+        if not fits or (isinstance(value, bool) and kind is not bool):
             raise EnvironmentConfigError(
                 f"environment {name!r}: option {key!r} is {value!r}, allowed is {kind.__name__}, as its default "
                 f"{defaults[key]!r}"
             )
+        if key in _POSITIVE and value < 1:
+            raise EnvironmentConfigError(f"environment {name!r}: option {key!r} is {value!r}, allowed is 1 or more")
 
 
 def _env_spec(name: str, task_spec: Any) -> EnvSpec:
