@@ -216,6 +216,8 @@ def _to_array(leaf: _Leaf, frame: Frame) -> np.ndarray:
     buffer = _view(frame)
     if buffer.nbytes != leaf.nbytes:
         raise Rejected("shape", f"{leaf.path} has {buffer.nbytes} bytes; {leaf.nbytes} are expected")
+    if leaf.dtype == bool and np.frombuffer(buffer, np.uint8).max(initial=0) > 1:
+        raise Rejected("malformed", f"{leaf.path} has a byte that is neither 0 nor 1")
     array: np.ndarray = np.ndarray(leaf.shape, leaf.wire_dtype, buffer=buffer)
     if not array.flags.aligned:
         array = array.copy()

@@ -67,6 +67,7 @@ class TrajectoryClient:
         self._sequence = 0
         self._welcome = False
         self._refetch = False
+        self._repeat_at = 0.0
         self._episodes: list[Episode] = []
         self._socket = open_socket(context, zmq.DEALER, codec.message_limit)
         self._socket.routing_id = b"%d" % actor_id
@@ -94,7 +95,7 @@ class TrajectoryClient:
     def request(self) -> None:
         """Ask for one credit."""
         self._requested += 1
-        self._say({"kind": "request", "requested": self._requested})
+        self._say_request()
 
     def credit(self, timeout: float) -> Credit | None:
         """The next credit asked for, or None when none has come within `timeout` seconds.
@@ -103,13 +104,13 @@ class TrajectoryClient:
           Refused: the learner was restarted with another run.
         """
         deadline = time.monotonic() + timeout
-        repeat = time.monotonic() + REPEAT_SECONDS
         while True:
             now = time.monotonic()
-            if self._received < self._requested and now >= repeat:
-                self._say({"kind": "request", "requested": self._requested})
-                repeat = now + REPEAT_SECONDS
-            credit = self._wait(max(0.0, min(deadline, repeat) - now))
+            repeat_at = self._repeat_at if self._received < self._requested else deadline
+            if repeat_at <= now < deadline:
+                self._say_request()
+                continue
+            credit = self._wait(max(0.0, min(deadline, repeat_at) - now))
             if credit is not None or time.monotonic() >= deadline:
                 return credit
 
@@ -157,6 +158,10 @@ class TrajectoryClient:
         hello = {"kind": "hello", "sequence": self._sequence, "description": self._codec.description}
         self._say(hello)
 
+    def _say_request(self) -> None:
+        self._repeat_at = time.monotonic() + REPEAT_SECONDS
+        self._say({"kind": "request", "requested": self._requested})
+
     def _say(self, fields: Header) -> None:
         fields = {"incarnation": self._incarnation, "received": self._received, **fields}
         self._send([self._codec.encode_header(fields)])
@@ -178,7 +183,7 @@ class TrajectoryClient:
             raise Refused(str(header.get("message")))
         if kind == "unknown":
             self._say_hello()
-            self._say({"kind": "request", "requested": self._requested})
+            self._say_request()
         elif header.get("incarnation") != self._incarnation:
             return None  # meant for an earlier actor of this id
         elif kind == "welcome":
