@@ -132,6 +132,7 @@ class ActorCritic:
             num_parameters=self.distribution.num_parameters,
             num_shared_parameters=self.distribution.num_shared_parameters,
         )
+        self.network_in_loop = self.network.clone(in_loop=True)
         self.optimizer = make_optimizer(config, self.gradient_steps_per_update)
 
     @property
@@ -177,7 +178,7 @@ class ActorCritic:
         return self.distribution.to_action(self.distribution.mode(parameters)), state
 
     def forward(
-        self, params: ActorParams, observation: PyTree, is_first: jax.Array, state: PyTree
+        self, params: ActorParams, observation: PyTree, is_first: jax.Array, state: PyTree, in_loop: bool = False
     ) -> tuple[jax.Array, jax.Array, PyTree]:
         """Distribution parameters (masked), value and next recurrent state of one step or of an unroll.
 
@@ -186,12 +187,14 @@ class ActorCritic:
           observation: pytree of `[B, ...]` or `[T, B, ...]`, as the environment gives them.
           is_first: bool `[B]` or `[T, B]`.
           state: recurrent state before the first step, `[B, ...]`.
+          in_loop: whether the caller is traced inside a loop.
         """
         named = _named(observation)
         seen = {name: named[name] for name in self.observation_specs}
         for name, statistics in params.observation_statistics.items():
             seen[name] = normalisation.normalise(statistics, seen[name])
-        outputs: Any = self.network.apply(params.network, seen, is_first, state)
+        network = self.network_in_loop if in_loop else self.network
+        outputs: Any = network.apply(params.network, seen, is_first, state)
         parameters, value, state = outputs
         if self.env_spec.action_mask is not None:
             parameters = mask_logits(parameters, named[self.env_spec.action_mask])

@@ -5,6 +5,7 @@ dimensions is that of `is_first`.
 """
 
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any, Literal
 
@@ -119,6 +120,7 @@ class ActorCriticNetwork(nn.Module):
       shared_torso: see `NetworkConfig`, decided.
       num_parameters: outputs of the policy head.
       num_shared_parameters: learned numbers appended to them (initially 0).
+      in_loop: whether the program runs the network inside a loop; the result is the same, see `Conv`.
     """
 
     config: NetworkConfig
@@ -126,6 +128,7 @@ class ActorCriticNetwork(nn.Module):
     shared_torso: bool
     num_parameters: int
     num_shared_parameters: int = 0
+    in_loop: bool = False
 
     @nn.compact
     def __call__(
@@ -144,7 +147,7 @@ class ActorCriticNetwork(nn.Module):
         trunks = ["trunk"] if self.shared_torso else ["policy_trunk", "value_trunk"]
         features, next_state = [], []
         for i, name in enumerate(trunks):
-            trunk = Trunk(self.config, self.torsos, name=name)
+            trunk = Trunk(self.config, self.torsos, self.in_loop, name=name)
             x, core_state = trunk(observation, is_first, state[i] if state else ())
             features.append(x)
             next_state.append(core_state)
@@ -162,6 +165,7 @@ class Trunk(nn.Module):
 
     config: NetworkConfig
     torsos: tuple[tuple[str, Torso], ...]
+    in_loop: bool
 
     @nn.compact
     def __call__(
@@ -181,7 +185,7 @@ class Trunk(nn.Module):
         activation = _ACTIVATIONS[self.config.activation]
         if torso != "mlp":
             x = x.reshape(prod(batch), *shape).transpose(0, 2, 3, 1)
-            x = _CNNS[torso](dtype)(x)
+            x = _CNNS[torso](dtype, self.in_loop)(x)
             activation = nn.relu
         x = x.reshape(*batch, -1)
         for size in _HIDDEN_SIZES[torso] if self.config.hidden_sizes is None else self.config.hidden_sizes:
@@ -218,11 +222,12 @@ class SmallCNN(nn.Module):
     """Two strided convolutions, for images of some 40 pixels on CPUs."""
 
     dtype: Any
+    in_loop: bool
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         for features, kernel, stride in ((16, 5, 3), (32, 3, 2)):
-            x = nn.relu(_conv(features, kernel, stride, "SAME", self.dtype)(x))
+            x = nn.relu(Conv(features, kernel, stride, "SAME", self.dtype, self.in_loop)(x))
         return x
 
 
@@ -230,11 +235,12 @@ class NatureCNN(nn.Module):
     """The convolutions of Mnih et al. 2015 (DQN)."""
 
     dtype: Any
+    in_loop: bool
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         for features, kernel, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
-            x = nn.relu(_conv(features, kernel, stride, "VALID", self.dtype)(x))
+            x = nn.relu(Conv(features, kernel, stride, "VALID", self.dtype, self.in_loop)(x))
         return x
 
 
@@ -242,21 +248,55 @@ class ImpalaResNet(nn.Module):
     """The large architecture of Espeholt et al. 2018 (IMPALA), figure 3, without its core."""
 
     dtype: Any
+    in_loop: bool
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         for features in (16, 32, 32):
-            x = _conv(features, 3, 1, "SAME", self.dtype)(x)
+            conv = partial(Conv, features, 3, 1, "SAME", self.dtype, self.in_loop)
+            x = conv()(x)
             x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
             for _ in range(2):
-                y = _conv(features, 3, 1, "SAME", self.dtype)(nn.relu(x))
-                x = x + _conv(features, 3, 1, "SAME", self.dtype)(nn.relu(y))
+                y = conv()(nn.relu(x))
+                x = x + conv()(nn.relu(y))
         return nn.relu(x)
 
 
-def _conv(features: int, kernel: int, stride: int, padding: str, dtype: Any) -> nn.Conv:
-    init = orthogonal(2**0.5)
-    return nn.Conv(features, (kernel, kernel), stride, padding, dtype=dtype, kernel_init=init)
+class Conv(nn.Module):
+    """A convolution with orthogonal kernel; parameters as `nn.Conv` has them, images channels-last.
+
+    Inside a loop on CPUs, such as PPO's over minibatches, it is written as patches times matrix: XLA's own convolution
+    is 10 to 20 times slower there than outside (`scripts/bench_convolution.py`).
+    """
+
+    features: int
+    kernel: int
+    stride: int
+    padding: str
+    dtype: Any
+    in_loop: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        shape = (self.kernel, self.kernel, x.shape[-1], self.features)
+        kernel = self.param("kernel", orthogonal(2**0.5), shape).astype(self.dtype)
+        bias = self.param("bias", nn.initializers.zeros, (self.features,)).astype(self.dtype)
+        if self.in_loop:
+            return jax.lax.platform_dependent(x, kernel, cpu=self._patches, default=self._native) + bias
+        return self._native(x, kernel) + bias
+
+    def _native(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
+        strides = (self.stride, self.stride)
+        layout = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(x, kernel, strides, self.padding, dimension_numbers=layout)
+
+    def _patches(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
+        size, stride = self.kernel, self.stride
+        padding = jax.lax.padtype_to_pads(x.shape[1:3], (size, size), (stride, stride), self.padding)
+        x = jnp.pad(x, ((0, 0), *padding, (0, 0)))
+        height, width = ((n - size) // stride * stride + 1 for n in x.shape[1:3])
+        columns = [x[:, i : i + height : stride, j : j + width : stride] for i in range(size) for j in range(size)]
+        return jnp.concatenate(columns, axis=-1) @ kernel.reshape(-1, self.features)
 
 
 _CNNS: dict[Torso, Any] = {"small_cnn": SmallCNN, "nature_cnn": NatureCNN, "impala_resnet": ImpalaResNet}

@@ -110,7 +110,7 @@ class PPO(ActorCritic):
     ) -> tuple[jax.Array, Metrics]:
         config, weight = self.config, samples.weight
         parameters, value, _ = self.forward(
-            params._replace(network=network), samples.observation, samples.is_first, samples.state
+            params._replace(network=network), samples.observation, samples.is_first, samples.state, in_loop=True
         )
         log_prob = self.distribution.log_prob(parameters, samples.raw_action)
         log_weight = losses.log_importance_weight(log_prob, samples.behaviour_log_prob, weight)
