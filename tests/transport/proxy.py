@@ -15,10 +15,10 @@ class Proxy:
       swallowed: bytes dropped.
     """
 
-    def __init__(self, server: str) -> None:
+    def __init__(self, server: str, own_port: int = 0) -> None:
         host, port = server.removeprefix("tcp://").rsplit(":", 1)
         self._server = (host, int(port))
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server(("127.0.0.1", own_port))
         self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self.swallow = False
         self.swallowed = 0

@@ -202,7 +202,7 @@ def test_each_fault_has_its_reason() -> None:
     "bomb",
     [
         b"\xdd\xff\xff\xff\xff" * 200,  # arrays in arrays, each claiming 2^32 - 1 entries
-        b"\xdd\x00\x04\x00\x00" * 2000,
+        (b"\xdd\x00\x03\xf0\x00" * 50).ljust(HEADER_LIMIT, b"\0"),  # claims no more than the header has bytes
         b"\xdf\xff\xff\xff\xff" * 200,
         b"\xdb\xff\xff\xff\xff",
         b"\x91" * 100_000,

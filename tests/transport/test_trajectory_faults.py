@@ -159,6 +159,40 @@ def test_a_credit_lost_with_a_connection_is_given_again(context: zmq.Context) ->
         assert isinstance(collect(server, 1)[0], Arrived)
 
 
+def test_an_actor_that_was_away_when_it_was_its_turn_asks_again(context: zmq.Context) -> None:
+    with closing(TrajectoryServer("tcp://127.0.0.1:*", CODEC, context)) as server:
+        proxy = Proxy(server.endpoint)
+        with closing(TrajectoryClient(proxy.endpoint, 0, CODEC, context)) as client:
+            with proxy:
+                greet(server, client)
+                client.request()
+                assert collect(server, 1) == [Requested(0)]
+            until(lambda: not server.refetch(0))
+            assert not server.grant(0, Credit(1))
+            with Proxy(server.endpoint, int(proxy.endpoint.rpartition(":")[2])):
+                assert client.credit(2) is None
+                assert collect(server, 1) == [Requested(0)]
+                assert server.grant(0, Credit(2))
+                assert client.credit(5) == Credit(2)
+
+
+def test_a_credit_for_an_earlier_actor_of_the_same_id_is_not_taken(context: zmq.Context) -> None:
+    with (
+        closing(context.socket(zmq.ROUTER)) as learner,
+        closing(TrajectoryClient("inproc://stale", 0, CODEC, context)) as client,
+    ):
+        learner.linger = 0
+        learner.bind("inproc://stale")
+        client.request()
+        identity, request = learner.recv_multipart()
+        own = CODEC.decode_header(request)["incarnation"]
+        for incarnation in (own + 1, own):
+            credit = {"kind": "credit", "incarnation": incarnation, "index": 1, "version": incarnation - own}
+            learner.send_multipart([identity, CODEC.encode_header(credit)])
+        assert client.credit(5) == Credit(0)
+        assert client.credit(0.1) is None
+
+
 def test_a_trajectory_lost_with_a_connection_is_noticed(context: zmq.Context) -> None:
     with (
         closing(TrajectoryServer("tcp://127.0.0.1:*", CODEC, context)) as server,
