@@ -9,6 +9,8 @@ What EnvPool (1.2) does, and what this module makes of it:
 - It reports a time limit as truncated, and at exactly the time limit as truncated only, even where the task's own rules
   ended the episode in the same step. Where it tells (Atari's `info["terminated"]`), terminated wins here. For
   other tasks a last step at exactly the limit counts as truncated; raise `max_episode_steps` if that matters.
+- Some families ignore `max_episode_steps` and end by their own rules (Jumanji reports even its time limits as
+  terminated, as the original does); for them the option is refused.
 - With `episodic_life` a lost life is done without a time limit and the next step goes on with the same game. For
   learning that is a termination; the reported `Episode` is the game's over all lives, from the unclipped
   `info["reward"]`.
@@ -22,6 +24,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import envpool
+import envpool.registration
 import numpy as np
 
 from tianji_jax.environments.base import (
@@ -55,6 +58,12 @@ _RESERVED = {
 _PIXEL_OPTIONS = ("render_width", "render_height", "render_camera_id")
 # Zero of any of these kills the process inside EnvPool or gives episodes without steps.
 _POSITIVE = {"frame_skip", "frame_stack", "stack_num", "noop_max", "img_height", "img_width", "max_episode_steps"}
+# Families and tasks that do not end at max_episode_steps, and the one among them that does.
+_FAMILIES_WITHOUT_LIMIT = ("envpool.jumanji", "envpool.highway", "envpool.pgx")
+_TASKS_WITHOUT_LIMIT = ("Catch", "CliffWalking", "Blackjack")
+_TASK_WITH_LIMIT = "Sokoban"
+# Reports the end of a game longer than max_episode_steps as truncated, though it does not end games there.
+_FALSE_LIMIT = "Game2048-v1"
 _NARROW = {"float64": "float32", "int64": "int32"}
 
 
@@ -89,6 +98,8 @@ class EnvPoolEnvironments:
         task_spec = _task_spec(name, task, options)
         self.spec = _env_spec(name, task_spec)
         self.num_environments = num_environments
+        if task.removeprefix("Jumanji/") == _FALSE_LIMIT:
+            options = {**options, "max_episode_steps": 2**31 - 1}
         with _quiet_spaces():
             self._pool: Any = envpool.make_gymnasium(
                 task, num_envs=num_environments, seed=seed, num_threads=threads, **options
@@ -179,9 +190,11 @@ def _task_spec(name: str, task: str, options: Mapping[str, Any]) -> Any:
         raise EnvironmentConfigError(f"environment {name!r}: EnvPool has no task {task!r}{hint}")
     try:
         default = envpool.make_spec(task)
-        _check_options(name, options, default.config._asdict())
+        _check_options(name, options, default.config._asdict(), _ignores_limit(task))
         spec = envpool.make_spec(task, **options)
-    except (TypeError, AssertionError, ImportError, RuntimeError) as error:
+    except EnvironmentConfigError:
+        raise
+    except (TypeError, ValueError, AssertionError, ImportError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise EnvironmentConfigError(
             f"environment {name!r} with options {dict(options)}: EnvPool says {reason}"
@@ -198,13 +211,21 @@ def _task_spec(name: str, task: str, options: Mapping[str, Any]) -> Any:
     return spec
 
 
-def _check_options(name: str, options: Mapping[str, Any], defaults: dict[str, Any]) -> None:
+def _ignores_limit(task: str) -> bool:
+    base = task.rpartition("/")[2]
+    family = envpool.registration.registry.specs[task][0]
+    without = family in _FAMILIES_WITHOUT_LIMIT and not base.startswith(_TASK_WITH_LIMIT)
+    return without or base.startswith(_TASKS_WITHOUT_LIMIT)
+
+
+def _check_options(name: str, options: Mapping[str, Any], defaults: dict[str, Any], ignores_limit: bool) -> None:
     """EnvPool names neither the unknown option's neighbours nor the value of a wrong type."""
-    allowed = [key for key in defaults if key not in _RESERVED]
+    reserved = _RESERVED | ({"max_episode_steps": "the task ignores it"} if ignores_limit else {})
+    allowed = [key for key in defaults if key not in reserved]
     pixels = ("from_pixels", *_PIXEL_OPTIONS) if options.get("from_pixels") else ("from_pixels",)
     for key, value in options.items():
-        if key in _RESERVED:
-            raise EnvironmentConfigError(f"environment {name!r}: option {key!r} is not allowed: {_RESERVED[key]}")
+        if key in reserved:
+            raise EnvironmentConfigError(f"environment {name!r}: option {key!r} is not allowed: {reserved[key]}")
         if key in pixels:
             continue
         if key not in defaults:
