@@ -29,8 +29,6 @@ class CountingEnv(gymnasium.Env):
       fail_at_step: raise `RuntimeError` in this step, counted from 1 over all episodes; None for never.
     """
 
-    metadata = {"render_modes": []}  # noqa: RUF012 (as gymnasium has it)
-
     def __init__(
         self,
         episode_length: int = 10,
@@ -149,6 +147,5 @@ class TrivialAgent:
         leaves = jax.tree.leaves(observation)
         flat = [x.reshape(*x.shape[:batch_dims], -1).astype(jnp.float32) for x in leaves]
         inputs = jnp.concatenate(flat, -1)
-        # Counters and pixels alike end up between -1 and 1.
-        inputs = inputs / (1 + jnp.abs(inputs))
+        inputs = inputs / (1 + jnp.abs(inputs))  # counters and pixels alike end up between -1 and 1
         return jax.nn.log_softmax(inputs @ params["weights"] + params["bias"])

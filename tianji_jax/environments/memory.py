@@ -16,8 +16,6 @@ class RecallCue(gymnasium.Env):
     the expected return of any policy without memory is 0.
     """
 
-    metadata = {"render_modes": []}  # noqa: RUF012 (as gymnasium has it)
-
     def __init__(self, delay: int = 8, num_cues: int = 2) -> None:
         if delay < 0:
             raise ValueError(f"delay is {delay}, allowed is 0 or more")
