@@ -65,23 +65,26 @@ class TrajectoryClient:
         self._requested = 0
         self._received = 0
         self._sequence = 0
+        self._stop = threading.Event()
         self._welcome = False
         self._refetch = False
         self._repeat_at = 0.0
         self._episodes: list[Episode] = []
         self._socket = open_socket(context, zmq.DEALER, codec.message_limit)
         self._socket.routing_id = b"%d" % actor_id
-        self._socket.sndtimeo = milliseconds(SEND_SECONDS)
         self._socket.connect(address)
 
     def hello(self, stop: threading.Event, timeout: float) -> None:
         """Introduce this actor and wait for the welcome; returns early when `stop` is set.
+
+        From then on `stop` also ends the wait of a message that nobody takes; the message is then dropped.
 
         Raises:
           Refused: the learner's run is not the one this actor was made for.
           TimeoutError: no answer within `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
+        self._stop = stop
         self._welcome, repeat = False, 0.0
         while not self._welcome and not stop.is_set():
             now = time.monotonic()
@@ -167,10 +170,13 @@ class TrajectoryClient:
         self._send([self._codec.encode_header(fields)])
 
     def _send(self, frames: list[Frame]) -> None:
-        try:
-            self._socket.send_multipart(frames, copy=False)
-        except zmq.Again:
-            raise TimeoutError(f"{self.address} has taken no message for {SEND_SECONDS} s") from None
+        deadline = time.monotonic() + SEND_SECONDS
+        while not self._socket.poll(milliseconds(POLL_SECONDS), zmq.POLLOUT):
+            if self._stop.is_set():
+                return
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"{self.address} has taken no message for {SEND_SECONDS} s")
+        self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
 
     def _wait(self, seconds: float) -> Credit | None:
         """Take in at most one message, waiting for it up to `seconds`."""
