@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
 from pydantic import Field, PositiveFloat
 
 from tianji_jax import losses
@@ -29,7 +30,7 @@ class IMPALAConfig(ActorCriticConfig):
 
 
 class IMPALA(ActorCritic):
-    """Policy gradient with V-trace; the importance weights are always those of current to behaviour policy."""
+    """Policy gradient with V-trace; trajectories that are not stale count as on-policy, with importance weights of 1."""
 
     Config: ClassVar[type[IMPALAConfig]] = IMPALAConfig
     config: IMPALAConfig
@@ -52,7 +53,8 @@ class IMPALA(ActorCritic):
         value = unroll.value[:-1]
         log_weight = losses.log_importance_weight(unroll.log_prob, batch.trajectory.extras["log_prob"], weight)
         steps, scale = self.scaled_steps(scale, unroll.value, batch, axis_name)
-        trace = vtrace(steps, log_weight, config.discount, config.trace_lambda, config.rho_bar, config.c_bar)
+        log_correction = jnp.where(batch.stale, log_weight, 0.0)
+        trace = vtrace(steps, log_correction, config.discount, config.trace_lambda, config.rho_bar, config.c_bar)
 
         policy_loss = losses.policy_gradient_loss(unroll.log_prob, trace.rho * trace.advantage, weight)
         value_loss = losses.value_loss(value, trace.target, weight)

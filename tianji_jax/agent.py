@@ -125,5 +125,5 @@ class GradientAgent:
         gradient = jax.lax.pmean(gradient, axis_name)
         updates, opt_state = self.optimizer.update(gradient, train_state.opt_state, train_state.params)
         params = optax.apply_updates(train_state.params, updates)
-        metrics = {**metrics, "gradient_norm": jnp.asarray(optax.global_norm(gradient))}
+        metrics = {**metrics, "gradient_norm": jnp.asarray(optax.tree.norm(gradient))}
         return TrainState(params, opt_state), metrics

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import zmq
 
 from tianji_jax.actor_process import ActorProcesses
@@ -24,6 +25,7 @@ from tianji_jax.parallel import Parallel, actor_device, learner_devices, use_com
 from tianji_jax.receiver import Batcher, Pipeline, Receiver
 from tianji_jax.staleness import StalenessFilter
 from tianji_jax.transport import ParameterServer, TrajectoryServer, local_address
+from tianji_jax.types import PyTree
 from tianji_jax.worker import Workers
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,7 @@ class Result:
       seconds: from the call to the end.
       solved: whether `run.stop_at_return` was reached.
       path: the run's folder.
+      train_state: the agent's training state after the last update, NumPy arrays; `agent.actor_params` takes it.
     """
 
     episode_return: float | None
@@ -51,6 +54,7 @@ class Result:
     seconds: float
     solved: bool
     path: Path
+    train_state: PyTree
 
 
 def train(config: Config | Mapping[str, Any], *, show: bool = True) -> Result:
@@ -79,6 +83,7 @@ def train(config: Config | Mapping[str, Any], *, show: bool = True) -> Result:
         seconds=time.monotonic() - began,
         solved=run.solved(),
         path=run.path,
+        train_state=jax.device_get(run.learner.state.train_state),
     )
 
 
@@ -112,6 +117,7 @@ class Run:
         self._context = zmq.Context()
         self._resources = contextlib.ExitStack()
         self.path = Path()
+        self.learner: Learner
 
     def execute(self, show: bool) -> Report:
         """Start everything, report until the end, take everything down; returns the last report."""
@@ -119,17 +125,22 @@ class Run:
         (self.path / "config.yaml").write_text(to_yaml(self._config))
         metrics_file = MetricsFile(self.path / "metrics.jsonl")
         workers = self._workers
+        self._resources.callback(self._stop_workers)
         try:
             self._start()
             with display(self._config, f"{self.path}  {self._summary()}", show) as shown:
-                ended = False
-                while not ended:
-                    ended = workers.stop.wait(self._config.run.report_every_seconds)
+                while not workers.stop.wait(self._config.run.report_every_seconds):
                     report = self._report()
                     metrics_file.write(report)
-                    shown.show(report, final=ended)
+                    shown.show(report)
+                workers.check()
+                # What is still on its way to the meter arrives while the workers end.
+                self._resources.close()
+                report = self._report()
+                metrics_file.write(report)
+                shown.show(report, final=True)
         finally:
-            self._close()
+            self._resources.close()
             metrics_file.close()
         workers.check()
         return report
@@ -159,7 +170,7 @@ class Run:
         batcher = Batcher(receiver.ready, self._devices, self._pipeline, config.learner.trajectories_per_update)
         publisher = Publisher(parameters, self._pipeline, config.learner.max_bad_updates)
         workers.start("receiver", receiver.run)
-        workers.start("parameter server", parameters.serve)
+        workers.start("parameter server", functools.partial(_serve, parameters))
         workers.start("batcher", batcher.run)
         workers.start("publisher", publisher.run)
         self._start_actors(Addresses(trajectories.endpoint, parameters.endpoint))
@@ -185,8 +196,8 @@ class Run:
         state = self._parallel.init(lambda: init_state(agent, config.run.seed))
         publisher.publish(0, first_params(agent, state))
         step = self._parallel.compile(update_step(agent, config.staleness), state, self._shard_spec)
-        learner = Learner(state, step, self._devices, self._pipeline, config.balance, publisher)
-        learner.run(stop, self._finished)
+        self.learner = Learner(state, step, self._devices, self._pipeline, config.balance, publisher)
+        self.learner.run(stop, self._finished)
         stop.set()
 
     def _report(self) -> Report:
@@ -211,13 +222,19 @@ class Run:
             f"{'s' if parallel.num_devices > 1 else ''}, queue {self._devices.nbytes / 2**20:.1f} MiB a batch"
         )
 
-    def _close(self) -> None:
+    def _stop_workers(self) -> None:
         left = self._workers.close(CLOSE_SECONDS)
         if left:
             logger.warning("still running after %g s: %s", CLOSE_SECONDS, ", ".join(left))
         else:
             self._context.destroy(linger=0)
-        self._resources.close()
+
+
+def _serve(parameters: ParameterServer, stop: threading.Event) -> None:
+    try:
+        parameters.serve(stop)
+    finally:
+        parameters.close()
 
 
 def make_run_folder(config: Config) -> Path:

@@ -112,7 +112,6 @@ class Learner:
         publisher: "Publisher",
     ) -> None:
         self.state = state
-        self.steps = 0
         self._step = step
         self._devices = devices
         self._pipeline = pipeline
@@ -157,7 +156,6 @@ class Learner:
     def _update(self, stop: threading.Event) -> None:
         assert self._ready is not None
         self.state, outputs = self._step(self.state, self._ready.shards)
-        self.steps += 1
         self._pipeline.version += 1
         self._publisher.put(self._pipeline.version, outputs, stop)
 
@@ -212,8 +210,8 @@ class Publisher:
         return ess if latest == version else None
 
     def run(self, stop: threading.Event) -> None:
-        """Publish until `stop` is set."""
-        while not stop.is_set():
+        """Publish until `stop` is set, and then what is left."""
+        while not (stop.is_set() and self._outbox.empty()):
             try:
                 version, outputs = self._outbox.get(timeout=POLL_SECONDS)
             except queue.Empty:
