@@ -15,6 +15,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code: 0 done, 1 failed, 2 refused, 130 stopped by Ctrl-C."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    try:
+        return _run(options)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _run(options: argparse.Namespace) -> int:
     # Imported late, so that --help and spelling mistakes are answered at once.
     from tianji_jax.config import ConfigError
 
@@ -23,9 +31,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"tianji: {error}", file=sys.stderr)
         return REFUSED
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return INTERRUPTED
     return code
 
 

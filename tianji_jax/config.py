@@ -176,7 +176,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of sections (run, environment, actors, agent ...)")
     for override in overrides:
-        _override(tree, override)
+        apply_override(tree, override)
     return validate(tree)
 
 
@@ -256,7 +256,8 @@ def to_yaml(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
-def _override(tree: dict[str, Any], override: str) -> None:
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Set one value of nested dicts, as in `agent.learning_rate=1e-3`."""
     key, separator, text = override.partition("=")
     path = key.split(".")
     if not separator or not all(path):

@@ -114,7 +114,7 @@ class Run:
             self._meter,
         )
         self._workers = Workers()
-        self._context = zmq.Context()
+        self._context: zmq.Context
         self._resources = contextlib.ExitStack()
         self.path = Path()
         self.learner: Learner
@@ -125,6 +125,7 @@ class Run:
         (self.path / "config.yaml").write_text(to_yaml(self._config))
         metrics_file = MetricsFile(self.path / "metrics.jsonl")
         workers = self._workers
+        self._context = zmq.Context()
         self._resources.callback(self._stop_workers)
         try:
             self._start()

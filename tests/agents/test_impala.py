@@ -16,7 +16,8 @@ def test_one_update_is_one_step_down_the_paper_s_loss():
     batch = rollout(agent, state.params, T, B)
     # Behaviour other than the current policy's, so that the weights matter.
     log_prob = batch.trajectory.extras["log_prob"] - np.linspace(-0.5, 0.8, T * B, dtype=np.float32).reshape(T, B)
-    batch = batch._replace(trajectory=batch.trajectory._replace(extras={"log_prob": log_prob}))
+    stale = np.ones(B, bool)
+    batch = batch._replace(trajectory=batch.trajectory._replace(extras={"log_prob": log_prob}), stale=stale)
     trajectory, valid = batch.trajectory, batch.trajectory.valid
 
     def loss(network):

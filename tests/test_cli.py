@@ -1,0 +1,61 @@
+"""The command line as a user meets it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tianji_jax.cli import main
+
+CARTPOLE = str(Path(__file__).parents[1] / "configs" / "cartpole_ppo.yaml")
+
+
+def test_config_prints_every_setting_resolved(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", CARTPOLE, "agent.learning_rate=1e-3"]) == 0
+    tree = yaml.safe_load(capsys.readouterr().out)
+    assert tree["agent"]["learning_rate"] == 1e-3
+    assert {"run", "environment", "actors", "staleness", "balance", "learner", "agent"} == set(tree)
+    assert "clip_epsilon" in tree["agent"]
+
+
+def test_environments_lists_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["environments", "cartpole-v1"]) == 0
+    assert {"envpool:CartPole-v1", "gymnasium:CartPole-v1"} <= set(capsys.readouterr().out.split())
+    assert main(["environments", "no such game"]) == 1
+
+
+def test_a_bad_configuration_is_refused_with_code_2_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", CARTPOLE, f"run.directory={tmp_path / 'runs'}", "actors.cout=3"]) == 2
+    assert "did you mean 'count'" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_name_that_is_taken_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine").mkdir()
+    assert main(["train", CARTPOLE, f"run.directory={tmp_path}", "run.name=mine"]) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["train", CARTPOLE, f"run.directory={tmp_path / 'file'}"]) == 2
+    assert "run.directory" in capsys.readouterr().err
+
+
+def test_a_run_in_a_pipe_prints_lines_and_a_result(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tianji_jax.cli", "train", CARTPOLE]
+    command += [f"run.directory={tmp_path}", "run.environment_steps=20000", "run.name=a"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert "ppo on envpool:CartPole-v1" in lines[0]
+    assert "environment steps" in lines[-1]
+    assert "\x1b" not in done.stdout
+    report = json.loads((tmp_path / "a" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert report["environment_steps"] >= 20000
