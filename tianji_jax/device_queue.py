@@ -3,7 +3,7 @@
 import queue
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,13 +18,13 @@ class Arrival(NamedTuple):
 
     Attributes:
       stamp: where it comes from.
-      trajectory: NumPy arrays; None once they are on the devices.
+      trajectory: a `Trajectory` of NumPy arrays; None once they are on the devices.
       episodes: those that ended in it.
       steps: its environment steps, those that only reset an environment left out.
     """
 
     stamp: Stamp
-    trajectory: Trajectory | None
+    trajectory: Any
     episodes: list[Episode]
     steps: int
 
@@ -38,7 +38,7 @@ class Shard(NamedTuple):
     """
 
     trajectory: Trajectory
-    policy_version: np.ndarray
+    policy_version: Any
 
 
 class ReadyBatch(NamedTuple):

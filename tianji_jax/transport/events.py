@@ -1,7 +1,10 @@
 """What is said on the stream of trajectories: credits to actors, events to the learner."""
 
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+
+from tianji_jax.transport.codec import Header, Rejected
 from tianji_jax.types import Episode, Stamp, Trajectory
 
 
@@ -72,3 +75,27 @@ class MessageRejected(NamedTuple):
 
 
 Event: TypeAlias = Joined | Requested | Arrived | Lost | MessageRejected
+
+
+def read_episodes(header: Header) -> list[Episode]:
+    """The finished episodes in the header of a trajectory; raises `Rejected` where they are not what they should be."""
+    packed: list[Any] = [header.get("returns"), header.get("lengths")]
+    if not all(isinstance(part, bytes) and len(part) % 8 == 0 for part in packed):
+        raise Rejected("malformed", "episodes are not two arrays of 8-byte numbers")
+    returns, lengths = np.frombuffer(packed[0], "<f8"), np.frombuffer(packed[1], "<i8")
+    if len(returns) != len(lengths) or (lengths < 0).any():
+        raise Rejected("malformed", f"{len(returns)} episode returns and {len(lengths)} lengths")
+    if not np.isfinite(returns).all():
+        raise Rejected("non_finite", "an episode return is not finite")
+    return [Episode(*pair) for pair in zip(returns.tolist(), lengths.tolist(), strict=True)]
+
+
+def read_seconds(header: Header) -> dict[str, float]:
+    """The times by activity in the header of a trajectory; raises `Rejected` where they are not what they should be."""
+    seconds: Any = header.get("seconds")
+    if not isinstance(seconds, dict) or not all(
+        isinstance(name, str) and isinstance(value, float) and 0 <= value < float("inf")
+        for name, value in seconds.items()
+    ):
+        raise Rejected("malformed", f"seconds are {seconds!r:.80}; names with finite numbers are expected")
+    return seconds

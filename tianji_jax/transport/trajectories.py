@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import zmq
@@ -25,6 +24,8 @@ from tianji_jax.transport.events import (
     MessageRejected,
     Refused,
     Requested,
+    read_episodes,
+    read_seconds,
 )
 from tianji_jax.transport.sockets import Waker, bind, milliseconds, open_socket, receive
 from tianji_jax.types import Episode, PyTree, Stamp, Trajectory
@@ -364,7 +365,7 @@ class TrajectoryServer:
         peer.unspent -= lost + 1
         try:
             stamp = Stamp(read_int(header, "version"), actor_id, sequence)
-            episodes, seconds = _read_episodes(header), _read_seconds(header)
+            episodes, seconds = read_episodes(header), read_seconds(header)
             trajectory: PyTree = self._codec.decode_payload(header, payload, finite=True)
         except Rejected as error:
             return [*events, MessageRejected(actor_id, error.reason, error.detail, spent=True)]
@@ -383,25 +384,3 @@ class TrajectoryServer:
                 return False
             raise
         return True
-
-
-def _read_episodes(header: Header) -> list[Episode]:
-    packed: list[Any] = [header.get("returns"), header.get("lengths")]
-    if not all(isinstance(part, bytes) and len(part) % 8 == 0 for part in packed):
-        raise Rejected("malformed", "episodes are not two arrays of 8-byte numbers")
-    returns, lengths = np.frombuffer(packed[0], "<f8"), np.frombuffer(packed[1], "<i8")
-    if len(returns) != len(lengths) or (lengths < 0).any():
-        raise Rejected("malformed", f"{len(returns)} episode returns and {len(lengths)} lengths")
-    if not np.isfinite(returns).all():
-        raise Rejected("non_finite", "an episode return is not finite")
-    return [Episode(*pair) for pair in zip(returns.tolist(), lengths.tolist(), strict=True)]
-
-
-def _read_seconds(header: Header) -> dict[str, float]:
-    seconds: Any = header.get("seconds")
-    if not isinstance(seconds, dict) or not all(
-        isinstance(name, str) and isinstance(value, float) and 0 <= value < float("inf")
-        for name, value in seconds.items()
-    ):
-        raise Rejected("malformed", f"seconds are {seconds!r:.80}; names with finite numbers are expected")
-    return seconds

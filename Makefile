@@ -1,0 +1,18 @@
+.PHONY: test test-learning test-slow lint
+
+# Everything a change has to pass; about a quarter of an hour on two cores.
+test: lint
+	python -m pytest
+
+# Trains to the scores the README tells.
+test-learning:
+	python -m pytest -m learning
+
+# Ten minutes under pressure: memory stays flat.
+test-slow:
+	python -m pytest -m slow
+
+lint:
+	ruff check .
+	ruff format --check .
+	mypy
