@@ -30,7 +30,7 @@ class IMPALAConfig(ActorCriticConfig):
 
 
 class IMPALA(ActorCritic):
-    """Policy gradient with V-trace; trajectories that are not stale count as on-policy, with importance weights of 1."""
+    """Policy gradient with V-trace; trajectories that are not stale count as on-policy: their weights are 1."""
 
     Config: ClassVar[type[IMPALAConfig]] = IMPALAConfig
     config: IMPALAConfig

@@ -28,7 +28,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_rates_are_those_since_the_last_report_and_frames_are_not_steps(clock: Clock) -> None:
+def test_rates_are_those_of_the_last_10_seconds_and_frames_are_not_steps(clock: Clock) -> None:
     meter = Meter(frame_skip=4)
     meter.experience(100, [])
     clock.now += 2
@@ -41,12 +41,17 @@ def test_rates_are_those_since_the_last_report_and_frames_are_not_steps(clock: C
     meter.updated({"loss": 2.0}, skipped=True)
     clock.now += 1
     second = meter.report()
-    assert second["environment_steps_per_second"] == 30
+    assert second["environment_steps_per_second"] == pytest.approx(130 / 3)
     assert second["environment_steps"] == 130
-    assert second["learner_steps_per_second"] == 2
+    assert second["learner_steps_per_second"] == pytest.approx(2 / 3)
     assert second["learner/loss"] == 1.5
     assert second["updates_skipped"] == 1
     assert second["wall_seconds"] == 3
+    clock.now += 9.5
+    # Counted from the first report, 10.5 seconds ago: the start is out of the window.
+    assert meter.report()["environment_steps_per_second"] == pytest.approx(30 / 10.5)
+    clock.now += 20
+    assert meter.report()["environment_steps_per_second"] == 0
 
 
 def test_the_return_is_the_mean_of_the_last_100_episodes_and_absent_before_the_first() -> None:
@@ -99,9 +104,9 @@ def test_the_panel_fits_the_terminal_and_shows_the_figures(
     meter.updated({"loss": 0.25, "entropy": 0.5}, skipped=False)
     counts = {f"trajectories_{name}": 7 for name in ("received", "consumed", "dropped", "rejected", "queued")}
     report = {**meter.report(), **counts, "policy_version": 3, "device_queue_fill": 0.5}
-    with console.display(counting_config(tmp_path), "title of the run", show=True) as shown:
+    with console.display(counting_config(tmp_path), "title of the run", "where it lies", show=True) as shown:
         shown.show(report, final=True)
     text = output.getvalue()
-    for figure in ("12.5", "300", "0 / 0.5 / 1", "50% of 2", "7, 7", "0.25", "title of the run"):
+    for figure in ("12.5", "300", "0 / 0.5 / 1", "50% of 2", "7, 7", "0.25", "title of the run", "where it lies"):
         assert figure in text
     assert max(len(line) for line in text.splitlines() if "\x1b" not in line) <= width

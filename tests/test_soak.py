@@ -34,7 +34,6 @@ def test_memory_is_flat_while_actors_outrun_the_learner(tmp_path: Path) -> None:
         tmp_path,
         {
             "run": {"environment_steps": 10**9, "report_every_seconds": 1.0},
-            # 64 x 64 images would hide a leak of small objects, small observations one of big ones: these are between.
             "actors": {"count": 2, "environments": 64, "unroll_length": 16},
             "staleness": {"max_lag": 4},
             "agent": {"name": f"{__name__}:SlowUpdates"},

@@ -32,12 +32,12 @@ class Display(Protocol):
         """Show the newest report."""
 
 
-def display(config: Config, title: str, show: bool) -> Display:
+def display(config: Config, title: str, subtitle: str, show: bool) -> Display:
     """The display that fits standard output; one that shows nothing unless `show`."""
     if not show:
         return _Nothing()
     console = Console()
-    return _Panel(config, title, console) if console.is_terminal else _Lines(config, title)
+    return _Panel(config, title, subtitle, console) if console.is_terminal else _Lines(config, f"{title}\n{subtitle}")
 
 
 def time_left(config: Config, report: Report) -> float | None:
@@ -105,9 +105,10 @@ class _Lines:
 
 
 class _Panel:
-    def __init__(self, config: Config, title: str, console: Console) -> None:
+    def __init__(self, config: Config, title: str, subtitle: str, console: Console) -> None:
         self._config = config
-        self._title = title
+        self._title, self._subtitle = title, subtitle
+        self._known: Report = {}
         self._live = Live(Text("starting ..."), console=console, refresh_per_second=4, transient=False)
 
     def __enter__(self) -> Self:
@@ -121,7 +122,9 @@ class _Panel:
         sys.stdout.flush()
 
     def show(self, report: Report, final: bool = False) -> None:
-        self._live.update(self._render(report), refresh=final)
+        # What the newest report does not know stays as it was last known.
+        self._known |= report
+        self._live.update(self._render(self._known), refresh=final)
 
     def _render(self, report: Report) -> Panel:
         grid = Table.grid(padding=(0, 3))
@@ -130,7 +133,15 @@ class _Panel:
         grid.add_row(self._progress(report), self._flow(report), self._learning(report))
         steps, limit = report["environment_steps"], self._config.run.environment_steps
         bar = ProgressBar(total=limit, completed=min(steps, limit))
-        return Panel(Group(grid, bar), title=self._title, title_align="left", border_style="cyan", padding=(0, 1))
+        return Panel(
+            Group(grid, bar),
+            title=self._title,
+            title_align="left",
+            subtitle=self._subtitle,
+            subtitle_align="left",
+            border_style="cyan",
+            padding=(0, 1),
+        )
 
     def _progress(self, report: Report) -> Table:
         goal = self._config.run.stop_at_return

@@ -129,7 +129,7 @@ class Run:
         self._resources.callback(self._stop_workers)
         try:
             self._start()
-            with display(self._config, f"{self.path}  {self._summary()}", show) as shown:
+            with display(self._config, *self._headings(), show) as shown:
                 while not workers.stop.wait(self._config.run.report_every_seconds):
                     report = self._report()
                     metrics_file.write(report)
@@ -214,14 +214,16 @@ class Run:
             "device_queue_fill": len(self._devices) / self._devices.capacity,
         }
 
-    def _summary(self) -> str:
-        config, parallel = self._config, self._parallel
-        return (
-            f"{config.agent['name']} on {config.environment.name}: {config.actors.count} actor "
-            f"{config.actors.placement}{'s' if config.actors.count > 1 else ''} x {config.actors.environments} "
-            f"environments, {parallel.num_devices} {parallel.devices[0].platform} device"
-            f"{'s' if parallel.num_devices > 1 else ''}, queue {self._devices.nbytes / 2**20:.1f} MiB a batch"
-        )
+    def _headings(self) -> tuple[str, str]:
+        actors, parallel = self._config.actors, self._parallel
+        title = f"{self._config.agent['name']} on {self._config.environment.name}"
+        parts = [
+            str(self.path),
+            f"{actors.count} actor {actors.placement}{'s' * (actors.count > 1)} x {actors.environments}",
+            f"{parallel.num_devices} {parallel.devices[0].platform} device{'s' * (parallel.num_devices > 1)}",
+            f"{self._devices.nbytes / 2**20:.1f} MiB a batch",
+        ]
+        return title, ", ".join(parts)
 
     def _stop_workers(self) -> None:
         left = self._workers.close(CLOSE_SECONDS)

@@ -17,6 +17,9 @@ Report = dict[str, Any]
 RETURN_WINDOW = 100
 """Episodes that `episode_return` averages over, as the field reports it."""
 
+RATE_SECONDS = 10.0
+"""Rates are those of so many last seconds: long enough to hold an update of a large batch."""
+
 
 class Meter:
     """Counts and averages of a run. Safe to use from any thread.
@@ -28,7 +31,7 @@ class Meter:
     def __init__(self, frame_skip: int = 1) -> None:
         self._lock = threading.Lock()
         self._frame_skip = frame_skip
-        self._began = self._reported = time.monotonic()
+        self._began = time.monotonic()
         self._returns: deque[float] = deque(maxlen=RETURN_WINDOW)
         self._lengths: deque[int] = deque(maxlen=RETURN_WINDOW)
         self._counts = dict.fromkeys(
@@ -42,7 +45,8 @@ class Meter:
             ),
             0,
         )
-        self._last = dict(self._counts)
+        # Time and counts of the reports within `RATE_SECONDS`, and of one before.
+        self._past = deque([(self._began, dict(self._counts))])
         self._lags: list[int] = []
         self._updates: list[Mapping[str, float]] = []
         self._actor_seconds: dict[str, float] = {}
@@ -92,11 +96,10 @@ class Meter:
                 self._actor_seconds[activity] = self._actor_seconds.get(activity, 0.0) + value
 
     def report(self) -> Report:
-        """What happened since the last report, and the totals."""
+        """Totals, rates, and the lags and metrics since the last report."""
         now = time.monotonic()
         with self._lock:
-            elapsed = max(now - self._reported, 1e-9)
-            rates = {name: (self._counts[name] - self._last[name]) / elapsed for name in self._counts}
+            rates = self._rates(now)
             report: Report = {
                 "wall_seconds": now - self._began,
                 **self._counts,
@@ -116,9 +119,16 @@ class Meter:
             total = sum(self._actor_seconds.values())
             if total > 0:
                 report |= {f"actor_time/{name}": value / total for name, value in self._actor_seconds.items()}
-            self._reported, self._last = now, dict(self._counts)
             self._lags, self._updates, self._actor_seconds = [], [], {}
         return report
+
+    def _rates(self, now: float) -> dict[str, float]:
+        while len(self._past) > 1 and self._past[1][0] <= now - RATE_SECONDS:
+            self._past.popleft()
+        then, counts = self._past[0]
+        self._past.append((now, dict(self._counts)))
+        elapsed = max(now - then, 1e-9)
+        return {name: (self._counts[name] - counts[name]) / elapsed for name in counts}
 
 
 class MetricsFile:
