@@ -4,11 +4,14 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from tianji_jax.agent import AgentConfig
 from tianji_jax.blueprint import plan
 from tianji_jax.config import ConfigError, apply_override, load, to_yaml, validate
+from tianji_jax.launch import Run, train
+from tianji_jax.parallel import Parallel
 from tianji_jax.testing import TrivialAgent
 
 MINIMAL: dict[str, Any] = {"environment": {"name": "envpool:CartPole-v1"}, "agent": {"name": "ppo"}}
@@ -88,14 +91,17 @@ def test_missing_sections_are_named() -> None:
 
 
 def test_a_batch_that_cannot_be_divided_says_what_would_fit() -> None:
-    import jax
-
-    from tianji_jax.launch import Run
-    from tianji_jax.parallel import Parallel
-
     config = validate({**MINIMAL, "actors": {"environments": 6}})
     with pytest.raises(ConfigError, match=r"6 environments cannot be divided among 4 devices: .* multiple of 4"):
         Run(plan(config), Parallel(jax.devices()[:4], "pmap"))
+
+
+def test_a_batch_the_agent_cannot_cut_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    tree = {**MINIMAL, "agent": {"name": "ppo", "minibatches": 3}, "run": {"directory": str(tmp_path / "runs")}}
+    tree["learner"] = {"devices": 1}
+    with pytest.raises(ConfigError, match=r"agent.minibatches 3 does not divide the 2048 steps"):
+        train(tree)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_overrides_are_yaml_and_numbers_like_1e_3_are_numbers(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import yaml
 
-from runs import counting_config, train
+from short_runs import counting_config, train
 from tianji_jax.agent import Metrics
 from tianji_jax.config import to_yaml
 from tianji_jax.testing import TrivialAgent
@@ -75,13 +75,14 @@ def test_an_environment_that_raises_ends_the_run_with_its_traceback(tmp_path: Pa
     assert "Traceback" in errors
 
 
-def test_an_update_that_raises_ends_the_run_with_its_traceback(tmp_path: Path) -> None:
+def test_an_update_that_cannot_be_traced_shows_its_traceback_before_anything_starts(tmp_path: Path) -> None:
     path = write(tmp_path, ENDLESS, {"agent": {"name": "test_faults:FailingUpdate"}})
     process = start(path)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
+    assert "in update" in errors
     assert "this update fails" in errors
-    assert "learner failed" in errors
+    assert not list((tmp_path / "runs").glob("*"))
 
 
 @pytest.mark.parametrize("part", ["Receiver.run", "Batcher.run", "Publisher.run", "Learner.run"])

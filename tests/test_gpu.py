@@ -7,7 +7,7 @@ import jax
 import pytest
 
 import tianji_jax
-from runs import cartpole_config, train
+from short_runs import cartpole_config, train
 from tianji_jax.parallel import actor_device, learner_devices
 
 

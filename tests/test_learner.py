@@ -83,7 +83,7 @@ class Rig:
         self.published: list[int] = []
         self.publisher = Publisher(self, self.pipeline, max_bad_updates=3)  # type: ignore[arg-type]
         state = self.parallel.init(lambda: init_state(self.agent, 0))
-        step = self.parallel.compile(update_step(self.agent, config), state, shard_spec)
+        step = self.parallel.lower(update_step(self.agent, config), state, shard_spec).compile()
         self.learner = Learner(state, step, self.queue, self.pipeline, balance or BalanceConfig(), self.publisher)
         self.stop = threading.Event()
 

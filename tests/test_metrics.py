@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from runs import counting_config
+from short_runs import counting_config
 from tianji_jax import console, metrics
 from tianji_jax.metrics import Meter, MetricsFile
 from tianji_jax.types import Episode

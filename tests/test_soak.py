@@ -10,7 +10,7 @@ import jax
 import psutil
 import pytest
 
-from runs import counting_config, train
+from short_runs import counting_config, train
 from tianji_jax.agent import Metrics
 from tianji_jax.testing import TrivialAgent
 from tianji_jax.types import Batch

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runs import cartpole_config, counting_config, train
+from short_runs import cartpole_config, counting_config, train
 from tianji_jax.actor import acting_spec, actor_key
 from tianji_jax.agent import Metrics
 from tianji_jax.blueprint import plan
@@ -132,7 +132,7 @@ class Synchronous:
         actors = config.actors
         self.spec = trajectory_spec(blueprint.env_spec, actors.unroll_length, actors.environments, extras, recurrent)
         shard = Shard(self.spec, ArraySpec((actors.environments,), np.int32))
-        self.step = self.parallel.compile(update_step(self.agent, config.staleness), self.state, shard)
+        self.step = self.parallel.lower(update_step(self.agent, config.staleness), self.state, shard).compile()
         self.act = jax.jit(self.agent.act)
         self.key, self.calls = actor_key(config.run.seed, 0), 0
         half = actors.environments // 2

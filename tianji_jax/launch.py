@@ -94,17 +94,20 @@ class Run:
         """Nothing runs yet and nothing is written.
 
         Raises:
-          ConfigError: the batch cannot be divided among the devices.
+          ConfigError: the batch cannot be divided among the devices, or the agent cannot learn from one of that shape.
         """
         config = blueprint.config
         self._blueprint, self._config, self._parallel = blueprint, config, parallel
         trajectories = config.learner.trajectories_per_update
+        self._init_state = functools.partial(init_state, blueprint.agent, config.run.seed)
         try:
             assembler = BatchAssembler(blueprint.trajectory, trajectories, parallel.num_devices)
+            shard_spec = assembler.shard_spec(blueprint.trajectory)
+            step = update_step(blueprint.agent, config.staleness)
+            self._lowered = parallel.lower(step, jax.eval_shape(self._init_state), shard_spec)
         except ValueError as error:
-            raise ConfigError(str(error)) from None
-        self._shard_spec = assembler.shard_spec(blueprint.trajectory)
-        self._devices = DeviceQueue(parallel, assembler, self._shard_spec, config.learner.queue_capacity)
+            raise ConfigError(str(error)) from error
+        self._devices = DeviceQueue(parallel, assembler, shard_spec, config.learner.queue_capacity)
         self._meter = Meter(blueprint.env_spec.frame_skip)
         max_lag, actors = config.staleness.max_lag, config.actors.count
         lock_step = config.run.deterministic
@@ -126,7 +129,7 @@ class Run:
         metrics_file = MetricsFile(self.path / "metrics.jsonl")
         workers = self._workers
         self._context = zmq.Context()
-        self._resources.callback(self._stop_workers)
+        self._resources.callback(self._context.destroy, linger=0)
         try:
             self._start()
             with display(self._config, *self._headings(), show) as shown:
@@ -167,11 +170,15 @@ class Run:
             # In lock-step an actor may still need any version back to the oldest that may be learned from.
             keep=config.staleness.max_lag + 1 if lock_step else 1,
         )
+        # In reverse at the end: the threads first, then their sockets, then what those lay on.
+        self._resources.callback(trajectories.close)
+        self._resources.callback(parameters.close)
+        self._resources.callback(self._stop_workers)
         receiver = Receiver(trajectories, self._pipeline, config.actors.count if lock_step else None)
         batcher = Batcher(receiver.ready, self._devices, self._pipeline, config.learner.trajectories_per_update)
         publisher = Publisher(parameters, self._pipeline, config.learner.max_bad_updates)
         workers.start("receiver", receiver.run)
-        workers.start("parameter server", functools.partial(_serve, parameters))
+        workers.start("parameter server", parameters.serve)
         workers.start("batcher", batcher.run)
         workers.start("publisher", publisher.run)
         self._start_actors(Addresses(trajectories.endpoint, parameters.endpoint))
@@ -193,11 +200,10 @@ class Run:
             self._workers.start(f"actor {actor_id}", functools.partial(act, actor_id))
 
     def _learn(self, publisher: Publisher, stop: threading.Event) -> None:
-        agent, config = self._blueprint.agent, self._config
-        state = self._parallel.init(lambda: init_state(agent, config.run.seed))
-        publisher.publish(0, first_params(agent, state))
-        step = self._parallel.compile(update_step(agent, config.staleness), state, self._shard_spec)
-        self.learner = Learner(state, step, self._devices, self._pipeline, config.balance, publisher)
+        state = self._parallel.init(self._init_state)
+        publisher.publish(0, first_params(self._blueprint.agent, state))
+        step = self._lowered.compile()
+        self.learner = Learner(state, step, self._devices, self._pipeline, self._config.balance, publisher)
         self.learner.run(stop, self._finished)
         stop.set()
 
@@ -229,15 +235,8 @@ class Run:
         left = self._workers.close(CLOSE_SECONDS)
         if left:
             logger.warning("still running after %g s: %s", CLOSE_SECONDS, ", ".join(left))
-        else:
-            self._context.destroy(linger=0)
-
-
-def _serve(parameters: ParameterServer, stop: threading.Event) -> None:
-    try:
-        parameters.serve(stop)
-    finally:
-        parameters.close()
+            # They may still be in their sockets; the process's end closes those.
+            self._resources.pop_all()
 
 
 def make_run_folder(config: Config) -> Path:

@@ -79,8 +79,8 @@ class Parallel:
         treedef = jax.tree.structure(shards[0])
         return jax.tree.unflatten(treedef, [self._global(parts) for parts in zip(*leaves, strict=True)])
 
-    def compile(self, step: Step, state: PyTree, batch_shard: PyTree) -> Step:
-        """Compile `step` ahead of its first use, for one shape only: it can never recompile in the loop.
+    def lower(self, step: Step, state: PyTree, batch_shard: PyTree) -> Any:
+        """Trace `step` for one shape only; `compile()` of what is returned gives a `Step` that can never recompile.
 
         Args:
           step: see the module. Its state argument is donated: the caller must not read a state it has passed in.
@@ -92,8 +92,7 @@ class Parallel:
             batch_shard,
         )
         state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._replicated), state)
-        compiled: Step = self._program(step).lower(state, batch).compile()
-        return compiled
+        return self._program(step).lower(state, batch)
 
     def _program(self, step: Step) -> Any:
         if self.mode == "pmap":

@@ -46,7 +46,7 @@ class Pipeline:
 
 
 class Receiver:
-    """Owns the trajectory stream's server side. `run` is the only thread that touches its socket."""
+    """Serves the trajectory stream. While `run` runs, no other thread touches the socket."""
 
     def __init__(self, server: TrajectoryServer, pipeline: Pipeline, lock_step_actors: int | None = None) -> None:
         """
@@ -67,15 +67,12 @@ class Receiver:
     def run(self, stop: threading.Event) -> None:
         """Serve actors until `stop` is set."""
         balance = self._pipeline.balance
-        try:
-            while not stop.is_set():
-                for event in self._server.poll(POLL_SECONDS):
-                    self._handle(event)
-                for actor_id, credit in balance.grants(self._pipeline.version):
-                    if not self._server.grant(actor_id, credit):
-                        balance.lose(actor_id)
-        finally:
-            self._server.close()
+        while not stop.is_set():
+            for event in self._server.poll(POLL_SECONDS):
+                self._handle(event)
+            for actor_id, credit in balance.grants(self._pipeline.version):
+                if not self._server.grant(actor_id, credit):
+                    balance.lose(actor_id)
 
     def _handle(self, event: Event) -> None:
         balance = self._pipeline.balance
