@@ -1,10 +1,14 @@
 """However a part of the run fails, the run ends soon, with that part's traceback and the right exit code."""
 
+import contextlib
+import gc
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ import yaml
 from short_runs import counting_config, train
 from tianji_jax.agent import Metrics
 from tianji_jax.config import to_yaml
+from tianji_jax.interrupts import interrupts
 from tianji_jax.testing import TrivialAgent
 from tianji_jax.worker import WorkerError, Workers
 
@@ -36,12 +41,24 @@ def write(tmp_path: Path, *overrides: dict[str, Any]) -> Path:
     return path
 
 
-def start(path: Path, **options: Any) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "tianji_jax.cli", "train", str(path)]
+Start = Callable[[Path], "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts a training; whatever still runs when the test is over is killed."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "XLA_FLAGS": ""}
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **options
-    )
+    pipe = subprocess.PIPE
+    with contextlib.ExitStack() as processes:
+
+        def run(path: Path) -> "subprocess.Popen[str]":
+            command = [sys.executable, "-m", "tianji_jax.cli", "train", str(path)]
+            process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
+            processes.enter_context(process)
+            processes.callback(process.kill)
+            return process
+
+        yield run
 
 
 def descendants(process: "subprocess.Popen[str]") -> list[psutil.Process]:
@@ -63,7 +80,9 @@ ENDLESS = {"run": {"environment_steps": 10**9}, "environment": {"options": {"epi
 
 
 @pytest.mark.parametrize("placement", ["thread", "process"])
-def test_an_environment_that_raises_ends_the_run_with_its_traceback(tmp_path: Path, placement: str) -> None:
+def test_an_environment_that_raises_ends_the_run_with_its_traceback(
+    start: Start, tmp_path: Path, placement: str
+) -> None:
     path = write(
         tmp_path, ENDLESS, {"environment": {"options": {"fail_at_step": 300}}, "actors": {"placement": placement}}
     )
@@ -75,7 +94,9 @@ def test_an_environment_that_raises_ends_the_run_with_its_traceback(tmp_path: Pa
     assert "Traceback" in errors
 
 
-def test_an_update_that_cannot_be_traced_shows_its_traceback_before_anything_starts(tmp_path: Path) -> None:
+def test_an_update_that_cannot_be_traced_shows_its_traceback_before_anything_starts(
+    start: Start, tmp_path: Path
+) -> None:
     path = write(tmp_path, ENDLESS, {"agent": {"name": "test_faults:FailingUpdate"}})
     process = start(path)
     _, errors = process.communicate(timeout=60)
@@ -103,7 +124,7 @@ def test_an_error_in_any_thread_reaches_the_caller(tmp_path: Path, part: str, mo
     assert time.monotonic() - began < SECONDS
 
 
-def test_a_killed_actor_process_ends_the_run_and_is_named(tmp_path: Path) -> None:
+def test_a_killed_actor_process_ends_the_run_and_is_named(start: Start, tmp_path: Path) -> None:
     path = write(tmp_path, ENDLESS, {"actors": {"placement": "process", "count": 2}})
     process = start(path)
     until_training(path, process)
@@ -119,7 +140,7 @@ def test_a_killed_actor_process_ends_the_run_and_is_named(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("placement", ["thread", "process"])
-def test_ctrl_c_ends_the_run_within_5_seconds_and_leaves_nothing(tmp_path: Path, placement: str) -> None:
+def test_ctrl_c_ends_the_run_within_5_seconds_and_leaves_nothing(start: Start, tmp_path: Path, placement: str) -> None:
     path = write(tmp_path, ENDLESS, {"actors": {"placement": placement, "count": 2}})
     process = start(path)
     until_training(path, process)
@@ -135,8 +156,8 @@ def test_ctrl_c_ends_the_run_within_5_seconds_and_leaves_nothing(tmp_path: Path,
     assert not any(child.is_running() for child in children)
 
 
-@pytest.mark.parametrize("seconds", [0.5, 1.0, 2.0, 3.0])
-def test_ctrl_c_during_the_start_ends_it_too(tmp_path: Path, seconds: float) -> None:
+@pytest.mark.parametrize("seconds", [0.5, 1.0, 1.5, 2.0, 3.0])
+def test_ctrl_c_during_the_start_ends_it_too(start: Start, tmp_path: Path, seconds: float) -> None:
     process = start(write(tmp_path, ENDLESS, {"actors": {"placement": "process"}}))
     time.sleep(seconds)
     children = descendants(process)
@@ -144,11 +165,49 @@ def test_ctrl_c_during_the_start_ends_it_too(tmp_path: Path, seconds: float) -> 
     began = time.monotonic()
     _, errors = process.communicate(timeout=60)
     assert time.monotonic() - began < 5
-    assert process.returncode == 130, errors
+    # On a busy machine the interpreter may not have come as far as the program.
+    assert process.returncode in (130, -signal.SIGINT), errors
     assert not any(child.is_running() for child in children)
 
 
-def test_actor_processes_end_when_their_learner_is_killed(tmp_path: Path) -> None:
+def test_ctrl_c_is_not_lost_where_python_swallows_exceptions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Garbage collection runs callbacks of JAX; an exception in one is printed and forgotten."""
+
+    def press(phase: str, _: Any) -> None:
+        if phase == "start":
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    stop = threading.Event()
+    with interrupts() as interruption:
+        gc.callbacks.append(press)
+        try:
+            gc.collect()
+        finally:
+            gc.callbacks.remove(press)
+        interruption.stop_by(stop)
+        assert stop.is_set()
+        with pytest.raises(KeyboardInterrupt):
+            interruption.check()
+
+
+def test_a_second_ctrl_c_ends_the_process_at_once() -> None:
+    code = (
+        "import os, signal, threading\n"
+        "from tianji_jax.interrupts import interrupts\n"
+        "with interrupts() as interruption:\n"
+        "    interruption.stop_by(threading.Event())\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "    print('still here', flush=True)\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "    print('never')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 130
+    assert done.stdout == "still here\n"
+
+
+def test_actor_processes_end_when_their_learner_is_killed(start: Start, tmp_path: Path) -> None:
     path = write(tmp_path, ENDLESS, {"actors": {"placement": "process", "count": 2}})
     process = start(path)
     until_training(path, process)
@@ -160,7 +219,7 @@ def test_actor_processes_end_when_their_learner_is_killed(tmp_path: Path) -> Non
     assert len(gone) == 2
 
 
-def test_two_runs_at_once_get_folders_of_their_own(tmp_path: Path) -> None:
+def test_two_runs_at_once_get_folders_of_their_own(start: Start, tmp_path: Path) -> None:
     path = write(tmp_path, {"run": {"environment_steps": 400}})
     processes = [start(path) for _ in range(2)]
     outputs = [process.communicate(timeout=90) for process in processes]

@@ -6,7 +6,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-INTERRUPTED = 130
+from tianji_jax.interrupts import INTERRUPTED, interrupts
+
 REFUSED = 2
 FAILED = 1
 
@@ -16,7 +17,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     try:
-        return _run(options)
+        with interrupts():
+            return _run(options)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return INTERRUPTED

@@ -19,6 +19,7 @@ from tianji_jax.blueprint import Addresses, Blueprint, connect, make_actor, plan
 from tianji_jax.config import Config, ConfigError, to_yaml, validate
 from tianji_jax.console import display
 from tianji_jax.device_queue import BatchAssembler, DeviceQueue
+from tianji_jax.interrupts import interrupts
 from tianji_jax.learner import Learner, Publisher, first_params, init_state, update_step
 from tianji_jax.metrics import Meter, MetricsFile, Report
 from tianji_jax.parallel import Parallel, actor_device, learner_devices, use_compilation_cache
@@ -72,10 +73,13 @@ def train(config: Config | Mapping[str, Any], *, show: bool = True) -> Result:
     began = time.monotonic()
     if not isinstance(config, Config):
         config = validate(dict(config))
-    use_compilation_cache(config.run.compilation_cache)
-    devices = learner_devices(config.learner)
-    run = Run(plan(config), Parallel(devices, config.learner.parallel))
-    report = run.execute(show)
+    with interrupts() as interruption:
+        use_compilation_cache(config.run.compilation_cache)
+        devices = learner_devices(config.learner)
+        run = Run(plan(config), Parallel(devices, config.learner.parallel))
+        interruption.stop_by(run.workers.stop)
+        report = run.execute(show)
+        interruption.check()
     return Result(
         episode_return=report.get("episode_return"),
         environment_steps=report["environment_steps"],
@@ -116,7 +120,7 @@ class Run:
             LockStepBalance(max_lag, trajectories, actors) if lock_step else Balance(max_lag, trajectories),
             self._meter,
         )
-        self._workers = Workers()
+        self.workers = Workers()
         self._context: zmq.Context
         self._resources = contextlib.ExitStack()
         self.path = Path()
@@ -127,7 +131,7 @@ class Run:
         self.path = make_run_folder(self._config)
         (self.path / "config.yaml").write_text(to_yaml(self._config))
         metrics_file = MetricsFile(self.path / "metrics.jsonl")
-        workers = self._workers
+        workers = self.workers
         self._context = zmq.Context()
         self._resources.callback(self._context.destroy, linger=0)
         try:
@@ -158,7 +162,7 @@ class Run:
         return self._meter.environment_steps >= self._config.run.environment_steps or self.solved()
 
     def _start(self) -> None:
-        config, blueprint, workers = self._config, self._blueprint, self._workers
+        config, blueprint, workers = self._config, self._blueprint, self.workers
         kind = "inproc" if config.actors.placement == "thread" else "ipc"
         lock_step = config.run.deterministic
         address = self._resources.enter_context(local_address(kind))
@@ -188,7 +192,7 @@ class Run:
         config = self._config
         if config.actors.placement == "process":
             processes = ActorProcesses(self.path, config.actors.count, addresses)
-            self._workers.start("actor processes", processes.run)
+            self.workers.start("actor processes", processes.run)
             return
 
         def act(actor_id: int, stop: threading.Event) -> None:
@@ -197,7 +201,7 @@ class Run:
             actor.run(*connect(self._blueprint, actor_id, addresses, self._context), stop)
 
         for actor_id in range(config.actors.count):
-            self._workers.start(f"actor {actor_id}", functools.partial(act, actor_id))
+            self.workers.start(f"actor {actor_id}", functools.partial(act, actor_id))
 
     def _learn(self, publisher: Publisher, stop: threading.Event) -> None:
         state = self._parallel.init(self._init_state)
@@ -232,7 +236,7 @@ class Run:
         return title, ", ".join(parts)
 
     def _stop_workers(self) -> None:
-        left = self._workers.close(CLOSE_SECONDS)
+        left = self.workers.close(CLOSE_SECONDS)
         if left:
             logger.warning("still running after %g s: %s", CLOSE_SECONDS, ", ".join(left))
             # They may still be in their sockets; the process's end closes those.

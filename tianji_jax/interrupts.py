@@ -1,0 +1,69 @@
+"""SIGINT, kept in mind even where Python swallows the exception that it raises."""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells know it."""
+
+_SHOW_CURSOR = "\x1b[?25h"
+
+
+class Interrupts:
+    """Ctrl-C for a program that may be importing, compiling, or waiting for its threads.
+
+    Until there is a run, a signal raises KeyboardInterrupt where the main thread happens to be. That may be in a
+    callback of the garbage collector, where Python prints and forgets it, so it is also kept for `check`. Once there is
+    a run, a signal only sets the run's stop event: nothing is torn in the middle. A second signal ends the process at
+    once.
+    """
+
+    def __init__(self) -> None:
+        self._received: signal.Signals | None = None
+        self._stop: threading.Event | None = None
+
+    def stop_by(self, stop: threading.Event) -> None:
+        """From now on a signal sets `stop` and raises nothing; so does one that has come before."""
+        self._stop = stop
+        if self._received is not None:
+            stop.set()
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if there was a signal."""
+        if self._received is not None:
+            raise KeyboardInterrupt
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """What `signal.signal` calls."""
+        if self._received is not None:
+            if sys.stdout.isatty():
+                os.write(sys.stdout.fileno(), _SHOW_CURSOR.encode())
+            os._exit(128 + number)
+        self._received = signal.Signals(number)
+        if self._stop is None:
+            raise KeyboardInterrupt
+        self._stop.set()
+
+
+_active: Interrupts | None = None
+
+
+@contextlib.contextmanager
+def interrupts() -> Iterator[Interrupts]:
+    """Handle signals within the block; a block within gets the same object. Only the main thread is sent any."""
+    global _active
+    if _active is not None or threading.current_thread() is not threading.main_thread():
+        yield _active or Interrupts()
+        return
+    _active = Interrupts()
+    before = signal.signal(signal.SIGINT, _active.handle)
+    try:
+        yield _active
+    finally:
+        signal.signal(signal.SIGINT, before)
+        _active = None
