@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tianji_jax.balance import Balance, LockStepBalance
+from tianji_jax.balance import Balance
+from tianji_jax.lock_step import LockStepBalance
 
 
 class World:

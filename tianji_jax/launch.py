@@ -14,13 +14,14 @@ import jax
 import zmq
 
 from tianji_jax.actor_process import ActorProcesses
-from tianji_jax.balance import Balance, LockStepBalance
+from tianji_jax.balance import Balance
 from tianji_jax.blueprint import Addresses, Blueprint, connect, make_actor, plan
 from tianji_jax.config import Config, ConfigError, to_yaml, validate
 from tianji_jax.console import display
 from tianji_jax.device_queue import BatchAssembler, DeviceQueue
 from tianji_jax.interrupts import interrupts
 from tianji_jax.learner import Learner, Publisher, first_params, init_state, update_step
+from tianji_jax.lock_step import LockStepBalance
 from tianji_jax.metrics import Meter, MetricsFile, Report
 from tianji_jax.parallel import Parallel, actor_device, learner_devices, use_compilation_cache
 from tianji_jax.receiver import Batcher, Pipeline, Receiver
