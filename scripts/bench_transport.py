@@ -39,7 +39,7 @@ def make_codec(size: int) -> Codec:
     """For trajectories of about `size` bytes."""
     per_step = size // ((UNROLL_LENGTH + 1) * ENVIRONMENTS)
     env = EnvSpec("bench", ArraySpec((per_step,), np.dtype(np.uint8)), DiscreteActions(2))
-    return Codec(trajectory_spec(env, UNROLL_LENGTH, ENVIRONMENTS, {}, ()), "bench")
+    return Codec(trajectory_spec(env, UNROLL_LENGTH, ENVIRONMENTS, {}, ()), {})
 
 
 def act(client: TrajectoryClient, codec: Codec, stop: threading.Event) -> None:

@@ -19,7 +19,7 @@ ENV = EnvSpec("test", ArraySpec((4,), np.dtype(np.float32)), DiscreteActions(2))
 
 def make_codec(unroll_length: int = 5, run: str = "run") -> Codec:
     extras = {"log_prob": ArraySpec((), np.dtype(np.float32))}
-    return Codec(trajectory_spec(ENV, unroll_length, 3, extras, ()), run)
+    return Codec(trajectory_spec(ENV, unroll_length, 3, extras, ()), {"run": run})
 
 
 CODEC = make_codec()

@@ -12,7 +12,7 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tianji_jax.transport.codec import HEADER_LIMIT, PROTOCOL, Codec, Rejected, read_int
+from tianji_jax.transport.codec import DIFFERENCES_LIMIT, HEADER_LIMIT, PROTOCOL, Codec, Rejected, read_int
 from tianji_jax.types import ArraySpec
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -63,9 +63,9 @@ def decode_or_reason(codec: Codec, frames: list[bytes]) -> tuple[Any, str]:
 
 @given(spec=spec_trees, seed=st.integers(0, 2**32 - 1))
 def test_any_tree_comes_through_as_it_was(spec: Any, seed: int) -> None:
-    codec, tree = Codec(spec, "run"), random_tree(spec, seed)
+    codec, tree = Codec(spec, {"run": 1}), random_tree(spec, seed)
     frames = on_the_wire(codec.encode({"kind": "test", "version": 7}, tree))
-    header, decoded = Codec(spec, "run").decode(frames, finite=True)
+    header, decoded = Codec(spec, {"run": 1}).decode(frames, finite=True)
     assert (header["kind"], header["version"]) == ("test", 7)
     assert_equal_trees(decoded, tree)
     assert all(frame_size <= codec.message_limit for frame_size in map(len, frames))
@@ -74,7 +74,7 @@ def test_any_tree_comes_through_as_it_was(spec: Any, seed: int) -> None:
 @settings(suppress_health_check=[HealthCheck.too_slow], max_examples=300)
 @given(spec=spec_trees, seed=st.integers(0, 2**32 - 1), data=st.data())
 def test_a_mutated_message_is_rejected_or_decodes_to_what_its_frames_hold(spec: Any, seed: int, data: Any) -> None:
-    codec, tree = Codec(spec, "run"), random_tree(spec, seed)
+    codec, tree = Codec(spec, {"run": 1}), random_tree(spec, seed)
     original = on_the_wire(codec.encode({"kind": "test", "version": 7}, tree))
     frames = list(original)
     for _ in range(data.draw(st.integers(1, 3))):
@@ -108,14 +108,14 @@ def test_a_mutated_message_is_rejected_or_decodes_to_what_its_frames_hold(spec: 
 
 @given(frames=st.lists(st.binary(max_size=64), max_size=5))
 def test_noise_is_rejected(frames: list[bytes]) -> None:
-    codec = Codec({"x": ArraySpec((3,), np.dtype(np.float32))}, "run")
+    codec = Codec({"x": ArraySpec((3,), np.dtype(np.float32))}, {"run": 1})
     with pytest.raises(Rejected) as caught:
         codec.decode(frames)
     assert caught.value.reason in REASONS
 
 
 def test_contiguous_arrays_are_not_copied_on_either_side() -> None:
-    codec = Codec(ArraySpec((100, 100), np.dtype(np.float32)), "run")
+    codec = Codec(ArraySpec((100, 100), np.dtype(np.float32)), {"run": 1})
     array = np.arange(10_000, dtype=np.float32).reshape(100, 100)
     frames = codec.encode({"kind": "test"}, array)
     assert np.shares_memory(np.frombuffer(frames[1], np.uint8), array)
@@ -126,20 +126,20 @@ def test_contiguous_arrays_are_not_copied_on_either_side() -> None:
 
 
 def test_other_memory_layouts_travel_in_c_order() -> None:
-    codec = Codec(Pair(ArraySpec((3, 4), np.dtype(np.int32)), ArraySpec((2, 5), np.dtype(np.int32))), "run")
+    codec = Codec(Pair(ArraySpec((3, 4), np.dtype(np.int32)), ArraySpec((2, 5), np.dtype(np.int32))), {"run": 1})
     tree = Pair(np.arange(12, dtype=np.int32).reshape(4, 3).T, np.arange(20, dtype=np.int32).reshape(2, 10)[:, ::2])
     _, decoded = codec.decode(on_the_wire(codec.encode({"kind": "test"}, tree)))
     assert_equal_trees(decoded, tree)
 
 
 def test_the_wire_is_little_endian() -> None:
-    codec = Codec(ArraySpec((2,), np.dtype(np.int32)), "run")
+    codec = Codec(ArraySpec((2,), np.dtype(np.int32)), {"run": 1})
     frames = on_the_wire(codec.encode({"kind": "test"}, np.array([1, -2], np.int32)))
     assert frames[1] == bytes([1, 0, 0, 0, 0xFE, 0xFF, 0xFF, 0xFF])
 
 
 def test_unaligned_frames_decode_to_aligned_arrays() -> None:
-    codec = Codec(ArraySpec((8,), np.dtype(np.float32)), "run")
+    codec = Codec(ArraySpec((8,), np.dtype(np.float32)), {"run": 1})
     frames = on_the_wire(codec.encode({"kind": "test"}, np.arange(8, dtype=np.float32)))
     shifted = memoryview(bytearray(b"." + frames[1]))[1:]
     _, decoded = codec.decode([frames[0], shifted])
@@ -148,7 +148,7 @@ def test_unaligned_frames_decode_to_aligned_arrays() -> None:
 
 
 def test_frames_of_zeromq_are_understood() -> None:
-    codec = Codec(ArraySpec((3,), BFLOAT16), "run")
+    codec = Codec(ArraySpec((3,), BFLOAT16), {"run": 1})
     array = np.array([1, 2, 3], BFLOAT16)
     _, decoded = codec.decode([zmq.Frame(frame) for frame in codec.encode({"kind": "test"}, array)])
     assert_equal_trees(decoded, array)
@@ -157,7 +157,7 @@ def test_frames_of_zeromq_are_understood() -> None:
 @pytest.mark.parametrize("dtype", [np.dtype(np.float32), BFLOAT16], ids=str)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_values_that_are_not_finite_are_rejected_where_asked_for(dtype: np.dtype, value: float) -> None:
-    codec = Codec({"good": ArraySpec((2,), dtype), "reward": ArraySpec((5,), dtype)}, "run")
+    codec = Codec({"good": ArraySpec((2,), dtype), "reward": ArraySpec((5,), dtype)}, {"run": 1})
     reward = np.zeros(5, dtype)
     reward[3] = value
     frames = codec.encode({"kind": "test"}, {"good": np.ones(2, dtype), "reward": reward})
@@ -168,7 +168,7 @@ def test_values_that_are_not_finite_are_rejected_where_asked_for(dtype: np.dtype
 
 
 def test_bytes_that_are_no_bools_are_rejected() -> None:
-    codec = Codec({"valid": ArraySpec((3,), np.dtype(bool))}, "run")
+    codec = Codec({"valid": ArraySpec((3,), np.dtype(bool))}, {"run": 1})
     header = codec.encode_header({"kind": "test"})
     assert codec.decode([header, bytes([0, 1, 0])])[1]["valid"].tolist() == [False, True, False]
     with pytest.raises(Rejected, match="valid") as caught:
@@ -178,7 +178,7 @@ def test_bytes_that_are_no_bools_are_rejected() -> None:
 
 def test_each_fault_has_its_reason() -> None:
     spec = {"x": ArraySpec((3,), np.dtype(np.float32))}
-    codec = Codec(spec, "run")
+    codec = Codec(spec, {"run": 1})
     frames = on_the_wire(codec.encode({"kind": "test"}, {"x": np.zeros(3, np.float32)}))
 
     def header(**entries: Any) -> bytes:
@@ -211,7 +211,7 @@ def test_each_fault_has_its_reason() -> None:
     ids=["arrays", "smaller arrays", "maps", "string", "nesting", "extension"],
 )
 def test_what_a_header_claims_takes_no_memory(bomb: bytes) -> None:
-    codec = Codec(ArraySpec((), np.dtype(bool)), "run")
+    codec = Codec(ArraySpec((), np.dtype(bool)), {"run": 1})
     tracemalloc.start()
     try:
         with pytest.raises(Rejected, match="malformed"):
@@ -231,7 +231,7 @@ def test_numbers_of_a_header_are_checked(value: object) -> None:
 
 
 def test_a_tree_that_is_not_as_the_spec_says_is_refused_with_its_name() -> None:
-    codec = Codec({"reward": ArraySpec((3, 2), np.dtype(np.float32))}, "run")
+    codec = Codec({"reward": ArraySpec((3, 2), np.dtype(np.float32))}, {"run": 1})
     for wrong in [np.zeros((2, 3), np.float32), np.zeros((3, 2), np.float64), [0.0], np.zeros((3, 2), ">f4")]:
         with pytest.raises(ValueError, match=r"reward.*float32"):
             codec.encode({"kind": "test"}, {"reward": wrong})
@@ -242,12 +242,12 @@ def test_a_tree_that_is_not_as_the_spec_says_is_refused_with_its_name() -> None:
 def test_a_spec_that_cannot_travel_is_refused() -> None:
     for leaf in [ArraySpec((), np.dtype(np.float64)), ArraySpec((), np.dtype(object)), 3]:
         with pytest.raises(ValueError, match=r"state.*float32"):
-            Codec({"state": leaf}, "run")
+            Codec({"state": leaf}, {"run": 1})
 
 
 def test_a_header_too_large_is_refused() -> None:
     with pytest.raises(ValueError, match=str(HEADER_LIMIT)):
-        Codec((), "run").encode_header({"kind": "test", "text": "x" * HEADER_LIMIT})
+        Codec((), {"run": 1}).encode_header({"kind": "test", "text": "x" * HEADER_LIMIT})
 
 
 def test_fingerprints_tell_apart_what_must_not_be_mixed() -> None:
@@ -255,16 +255,47 @@ def test_fingerprints_tell_apart_what_must_not_be_mixed() -> None:
         return {name: ArraySpec(shape, np.dtype(dtype))}
 
     codecs = [
-        Codec(spec(3), "run"),
-        Codec(spec(3), "other run"),
-        Codec(spec(3, 1), "run"),
-        Codec(spec(3, dtype=np.int32), "run"),
-        Codec(spec(3, name="y"), "run"),
-        Codec({**spec(3), **spec(3, name="y")}, "run"),
+        Codec(spec(3), {"run": 1}),
+        Codec(spec(3), {"run": 2}),
+        Codec(spec(3, 1), {"run": 1}),
+        Codec(spec(3, dtype=np.int32), {"run": 1}),
+        Codec(spec(3, name="y"), {"run": 1}),
+        Codec({**spec(3), **spec(3, name="y")}, {"run": 1}),
     ]
     assert len({codec.fingerprint for codec in codecs}) == len(codecs)
-    assert Codec(spec(3), "run").fingerprint == codecs[0].fingerprint
+    assert Codec(spec(3), {"run": 1}).fingerprint == codecs[0].fingerprint
     assert codecs[0].difference(codecs[0].description) == ""
-    assert "other run" in codecs[0].difference(codecs[1].description)
-    assert "float32[3,1]" in codecs[0].difference(codecs[2].description)
-    assert "1 arrays more" in codecs[0].difference(codecs[5].description)
+
+
+def test_a_difference_is_told_in_words() -> None:
+    def description(*shape: int, **settings: Any) -> str:
+        return Codec({"x": ArraySpec(shape, np.dtype(np.float32))}, settings).description
+
+    ours = Codec({"x": ArraySpec((3,), np.dtype(np.float32))}, {"unroll": 32, "name": "ppo"})
+    assert ours.difference(description(3, unroll=32, name="ppo")) == ""
+    assert ours.difference(description(3, unroll=16, name="ppo")) == "unroll: 16 where the learner has 32"
+    # Arrays follow from the settings, and are only named when those are the same.
+    assert ours.difference(description(4, unroll=16, name="ppo")) == "unroll: 16 where the learner has 32"
+    assert ours.difference(description(4, unroll=32, name="ppo")) == (
+        "['x']: float32[4] where the learner has float32[3]"
+    )
+    assert ours.difference(description(3, unroll=32, name="a\nb", clip=[1, 2])) == (
+        'name: "a\\nb" where the learner has "ppo"; clip: [1, 2] where the learner has none'
+    )
+    assert "unroll: none where the learner has 32" in ours.difference(description(3))
+    many = ours.difference(description(3, **{f"s{i}": i for i in range(50)}))
+    assert many.endswith("and 42 more")
+    assert many.count(";") == DIFFERENCES_LIMIT
+
+
+@given(text=st.text(max_size=2000))
+def test_whatever_a_peer_says_of_itself_ends_as_one_short_printable_line(text: str) -> None:
+    ours = Codec({"x": ArraySpec((3,), np.dtype(np.float32))}, {"unroll": 32})
+    assert ours.difference(text).isprintable()
+    assert len(ours.difference(text)) < 600 * DIFFERENCES_LIMIT
+
+
+def test_a_description_too_long_for_a_header_is_cut_but_still_counts() -> None:
+    first, second = (Codec((), {"a": "x" * HEADER_LIMIT, "b": value}) for value in (1, 2))
+    assert first.fingerprint != second.fingerprint
+    first.encode_header({"kind": "hello", "description": first.description})

@@ -19,7 +19,9 @@ from tianji_jax.transport import Codec, ParameterClient, ParameterServer, Reject
 from tianji_jax.types import ArraySpec
 
 SIZE = 40_000  # large enough to be sent without a copy
-CODEC = Codec({"kernel": ArraySpec((SIZE,), np.dtype(np.float32)), "bias": ArraySpec((), np.dtype(np.float32))}, "run")
+CODEC = Codec(
+    {"kernel": ArraySpec((SIZE,), np.dtype(np.float32)), "bias": ArraySpec((), np.dtype(np.float32))}, {"run": "run"}
+)
 NEVER = threading.Event()
 
 
@@ -250,7 +252,7 @@ def test_noise_gets_no_answer_and_does_no_harm(host_address: str, context: zmq.C
 
 
 def test_parameters_of_another_run_are_rejected(context: zmq.Context) -> None:
-    other = Codec(CODEC.spec, "another run")
+    other = Codec(CODEC.spec, {"run": "another"})
     with serving("inproc://other", context, codec=other) as server:
         server.publish(0, params(0))
         with (

@@ -18,6 +18,11 @@ def test_loopback_is_allowed_and_tells_its_port(address: str, context: zmq.Conte
         assert int(endpoint.rpartition(":")[2]) > 0
 
 
+def test_beyond_loopback_plaintext_must_be_allowed(context: zmq.Context) -> None:
+    with closing(open_socket(context, zmq.ROUTER, 1000)) as socket:
+        assert bind(socket, "tcp://0.0.0.0:*", allow_plaintext=True).startswith("tcp://0.0.0.0:")
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "*", "192.168.0.7", "example.org", "[::]", "eth0", ""])
 def test_beyond_loopback_is_refused(host: str, context: zmq.Context) -> None:
     with closing(open_socket(context, zmq.ROUTER, 1000)) as socket, pytest.raises(ValueError, match="keys"):

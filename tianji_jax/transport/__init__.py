@@ -2,26 +2,47 @@
 
 from tianji_jax.transport.codec import PROTOCOL, Codec, Rejected
 from tianji_jax.transport.events import Arrived, Credit, Event, Joined, Lost, MessageRejected, Refused, Requested
+from tianji_jax.transport.keys import (
+    Authenticator,
+    ClientKeys,
+    KeyFileError,
+    ServerKeys,
+    load_client_keys,
+    load_server_keys,
+    make_keys,
+)
 from tianji_jax.transport.parameters import ParameterClient, ParameterServer, VersionGone
-from tianji_jax.transport.sockets import local_address
+from tianji_jax.transport.peers import ACTOR_LIMIT
+from tianji_jax.transport.router import Outside
+from tianji_jax.transport.sockets import is_loopback, local_address
 from tianji_jax.transport.trajectories import TrajectoryClient, TrajectoryServer
 
 __all__ = [
+    "ACTOR_LIMIT",
     "PROTOCOL",
     "Arrived",
+    "Authenticator",
+    "ClientKeys",
     "Codec",
     "Credit",
     "Event",
     "Joined",
+    "KeyFileError",
     "Lost",
     "MessageRejected",
+    "Outside",
     "ParameterClient",
     "ParameterServer",
     "Refused",
     "Rejected",
     "Requested",
+    "ServerKeys",
     "TrajectoryClient",
     "TrajectoryServer",
     "VersionGone",
+    "is_loopback",
+    "load_client_keys",
+    "load_server_keys",
     "local_address",
+    "make_keys",
 ]

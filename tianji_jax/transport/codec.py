@@ -6,7 +6,8 @@ C order. The payload carries no checksum: TCP's and, beyond one host, the encryp
 """
 
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -26,8 +27,19 @@ HEADER_LIMIT = 256 * 1024
 HEADER_ENTRIES = 64
 """Most entries of a map or an array in a header. Small, because msgpack reserves what a length only claims."""
 
+DESCRIPTION_LIMIT = HEADER_LIMIT // 2
+"""Most bytes of a description that are sent; what is beyond is in the fingerprint, but cannot be named."""
+
+DIFFERENCES_LIMIT = 10
+"""Most differences that are named in one message."""
+
+VALUE_LIMIT = 200
+"""Most characters of a peer's words that are repeated in a message."""
+
 DTYPES = frozenset(np.dtype(name) for name in (bool, np.uint8, np.int32, np.int64, np.float32, ml_dtypes.bfloat16))
 """What arrays may hold."""
+
+_ARRAYS = "[arrays]"
 
 Header: TypeAlias = dict[str, Any]
 Frame: TypeAlias = bytes | memoryview | zmq.Frame
@@ -38,9 +50,10 @@ class Rejected(ValueError):
 
     Attributes:
       reason: one stable word to count by: "malformed" (not the layout it should have), "oversized" (beyond a size
-        limit), "protocol" (another version of the layout), "fingerprint" (the sender's run has other specs), "shape" (a
-        frame is not the size of its array), "non_finite", "replayed", "unknown" (the sender has not said hello) or
-        "uncredited" (a trajectory nobody gave permission for).
+        limit), "protocol" (another version of the layout), "fingerprint" (the sender has other settings or specs),
+        "shape" (a frame is not the size of its array), "non_finite", "unknown" (the sender has not said hello),
+        "replaced" (another has since, under the same id), "actor_id" (one that the sender may not have), "replayed",
+        "uncredited" (a trajectory nobody gave permission for) or "cut_off" (too much from the sender was rejected).
       detail: what was found and what is allowed.
     """
 
@@ -62,23 +75,23 @@ class Codec:
     """Encodes and decodes one kind of pytree.
 
     A wrong shape or dtype is caught by the fingerprint, which hashes the path, dtype and shape of every leaf together
-    with the run's own fingerprint. That is as strict as a descriptor per array in every header, and costs no time per
-    message; to tell people *which* leaf differs, peers exchange `description` once, in their handshake.
+    with the settings of the run. That is as strict as a descriptor per array in every header, and costs no time per
+    message; to tell people *what* differs, peers exchange `description` once, in their handshake.
 
     Attributes:
       spec: pytree of `ArraySpec`.
       fingerprint: what both sides must have in common, 16 hexadecimal digits.
-      description: one line per leaf, and the run's fingerprint in the first.
+      description: one line per setting and, below a heading, one per leaf; cut at `DESCRIPTION_LIMIT` bytes.
       frame_count: frames of a message with payload.
       message_limit: size in bytes of the largest frame (`ZMQ_MAXMSGSIZE` counts frames, not multipart messages).
     """
 
-    def __init__(self, spec: PyTree, fingerprint: str) -> None:
+    def __init__(self, spec: PyTree, settings: Mapping[str, Any]) -> None:
         """A codec for trees as `spec` says.
 
         Args:
           spec: pytree of `ArraySpec`.
-          fingerprint: of everything else both sides must agree on (environment, agent ...).
+          settings: everything else both sides must agree on (environment, agent ...), as JSON knows values.
 
         Raises:
           ValueError: a leaf is no `ArraySpec` or its dtype does not travel.
@@ -87,10 +100,11 @@ class Codec:
         self._treedef: Any = treedef  # jax's type stubs do not tell its methods
         self._leaves = [_leaf(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
         self.spec = spec
-        lines = [f"{leaf.path}: {ArraySpec(leaf.shape, leaf.dtype)}" for leaf in self._leaves]
-        self.description = "\n".join([f"run: {fingerprint}", *lines])
-        digest = hashlib.sha256(f"{PROTOCOL}\n{self.description}".encode())
-        self.fingerprint = digest.hexdigest()[:16]
+        lines = [f"{name}: {json.dumps(value, sort_keys=True)}" for name, value in settings.items()]
+        lines += [_ARRAYS, *(f"{leaf.path}: {ArraySpec(leaf.shape, leaf.dtype)}" for leaf in self._leaves)]
+        description = "\n".join(lines).encode()
+        self.description = description[:DESCRIPTION_LIMIT].decode(errors="ignore")
+        self.fingerprint = hashlib.sha256(b"%d\n%s" % (PROTOCOL, description)).hexdigest()[:16]
         self.frame_count = 1 + len(self._leaves)
         self.message_limit = max([HEADER_LIMIT, *(leaf.nbytes for leaf in self._leaves)])
 
@@ -172,13 +186,21 @@ class Codec:
         return header, self.decode_payload(header, frames[1:], finite)
 
     def difference(self, description: str) -> str:
-        """In words, where a peer's `description` differs from this one; empty where it does not."""
-        ours, theirs = self.description.split("\n"), description.split("\n")
-        extra = len(theirs) - len(ours)
-        lines = [f"{b!r:.200} where {a!r:.200} is expected" for a, b in zip(ours, theirs, strict=False) if a != b]
-        if extra:
-            lines.append(f"{abs(extra)} arrays {'more' if extra > 0 else 'fewer'} than expected")
-        return "; ".join(lines[:3])
+        """In words, where an actor's `description` differs from this one, the learner's; empty where it does not.
+
+        Arrays are compared only where all settings are the same: they follow from them.
+        """
+        for ours, theirs in zip(_parse(self.description), _parse(description), strict=True):
+            names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+            if names:
+                told = [
+                    f"{_printable(name)}: {_printable(theirs.get(name, 'none'))} "
+                    f"where the learner has {_printable(ours.get(name, 'none'))}"
+                    for name in names[:DIFFERENCES_LIMIT]
+                ]
+                more = len(names) - len(told)
+                return "; ".join([*told, *([f"and {more} more"] if more else [])])
+        return ""
 
 
 def read_int(header: Header, name: str) -> int:
@@ -191,6 +213,22 @@ def read_int(header: Header, name: str) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
         raise Rejected("malformed", f"{name} is {value!r:.40}; an integer from 0 to 2^63 - 1 is expected")
     return value
+
+
+def _parse(description: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Settings and arrays by name."""
+    settings, _, arrays = description.partition(_ARRAYS)
+    return _by_name(settings), _by_name(arrays)
+
+
+def _by_name(lines: str) -> dict[str, str]:
+    pairs = (line.partition(": ") for line in lines.split("\n") if line)
+    return {name: value for name, _, value in pairs}
+
+
+def _printable(text: str) -> str:
+    """A peer's words as they may go into a log: short, and without control characters."""
+    return "".join(c if c.isprintable() else "?" for c in text[:VALUE_LIMIT])
 
 
 def _view(frame: Any) -> memoryview:

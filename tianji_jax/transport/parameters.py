@@ -9,17 +9,24 @@ import contextlib
 import itertools
 import threading
 import time
+from collections import Counter
 from typing import NamedTuple
 
 import zmq
 
 from tianji_jax.transport.codec import Codec, Frame, Rejected, read_int
-from tianji_jax.transport.sockets import Waker, bind, milliseconds, open_socket, receive
+from tianji_jax.transport.keys import ClientKeys, connect
+from tianji_jax.transport.peers import Offenders, Peer, Table
+from tianji_jax.transport.router import Outside, Router
+from tianji_jax.transport.sockets import milliseconds, open_socket, receive
 from tianji_jax.types import PyTree
 from tianji_jax.worker import POLL_SECONDS
 
 REPEAT_SECONDS = 1.0
 """How long a client waits before it repeats its request, which may have gone to a learner that is no more."""
+
+UNDER_WAY = 2
+"""Answers queued for a client. It asks for one at a time; one that asks and does not read holds no more versions."""
 
 
 class VersionGone(LookupError):
@@ -39,7 +46,9 @@ class ParameterServer:
       endpoint: the address to connect to.
     """
 
-    def __init__(self, address: str, codec: Codec, context: zmq.Context, keep: int = 1) -> None:
+    def __init__(
+        self, address: str, codec: Codec, context: zmq.Context, keep: int = 1, outside: Outside | None = None
+    ) -> None:
         """Listen at `address` (`tcp://127.0.0.1:*` chooses a port).
 
         Args:
@@ -47,9 +56,10 @@ class ParameterServer:
           codec: for the parameters.
           context: shared with clients when the address is `inproc://`.
           keep: how many of the latest versions stay to be asked for exactly.
+          outside: where to listen beside it.
 
         Raises:
-          ValueError: not an address to listen at, or `keep` is not positive.
+          ValueError: not an address to listen at, beyond loopback without keys, or `keep` is not positive.
           zmq.ZMQError: the address is taken.
         """
         if keep < 1:
@@ -58,15 +68,18 @@ class ParameterServer:
         self._keep = keep
         self._lock = threading.Lock()
         self._versions: dict[int, list[Frame]] = {}
-        self._waiting: dict[bytes, _Request] = {}
-        self._answered: dict[bytes, int] = {}
-        self._socket = open_socket(context, zmq.ROUTER, codec.message_limit)
-        try:
-            self.endpoint = bind(self._socket, address)
-        except BaseException:
-            self._socket.close()
-            raise
-        self._waker = Waker()
+        self._rejections: Counter[str] = Counter()
+        self._offenders = Offenders()
+        self._waiting: Table[Peer, _Request] = Table()
+        self._answered: Table[Peer, int] = Table()
+        self._router = Router(address, context, codec.message_limit, outside, high_water=UNDER_WAY)
+        self.endpoint = self._router.endpoint
+
+    @property
+    def rejections(self) -> dict[str, int]:
+        """Rejected requests by reason; safe to read from any thread."""
+        with self._lock:
+            return dict(self._rejections)
 
     def publish(self, version: int, params: PyTree) -> None:
         """Offer a version. The arrays are sent without copying them: they must never be written again.
@@ -86,66 +99,67 @@ class ParameterServer:
             self._versions[int(version)] = frames
             for old in sorted(self._versions)[: -self._keep]:
                 del self._versions[old]
-        self._waker.wake()
+        self._router.wake()
 
     def serve(self, stop: threading.Event) -> None:
         """Answer requests until `stop` is set; run it on one thread."""
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._waker, zmq.POLLIN)
+        newest = -1
         while not stop.is_set():
-            poller.poll(milliseconds(POLL_SECONDS))
-            self._waker.clear()
-            while (frames := receive(self._socket, 2)) is not None:
-                self._take(frames)
+            self._router.wait(POLL_SECONDS)
+            asking = [peer for peer, frames in self._router.messages(1) if self._take(peer, frames)]
             with self._lock:
                 versions = dict(self._versions)
-            for identity, request in list(self._waiting.items()):
-                self._answer(identity, request, versions)
+            if max(versions, default=-1) > newest:
+                newest, asking = max(versions), list(self._waiting)
+            for peer in asking:
+                self._answer(peer, versions)
 
     def close(self) -> None:
         """Close at once, when `serve` has returned; what has not been sent is dropped."""
-        self._socket.close()
-        self._waker.close()
+        self._router.close()
 
-    def _take(self, frames: list[zmq.Frame]) -> None:
-        identity = frames[0].bytes
+    def _take(self, peer: Peer, frames: list[zmq.Frame]) -> bool:
+        """Note a request; whether there was one."""
         try:
-            header = self._codec.decode_header(frames[1]) if len(frames) == 2 else {"kind": None}
-            if header["kind"] not in ("newest", "exactly"):
-                return
-            number, version = read_int(header, "number"), read_int(header, "version")
+            if self._offenders.cut_off(peer):
+                raise Rejected("cut_off", "too many messages rejected")
+            request = self._read(frames)
         except Rejected as error:
+            with self._lock:
+                self._rejections[error.reason] += 1
             # The client raises on an answer of another protocol; one that sends noise gets none.
             if error.reason == "protocol":
-                self._send(identity, [self._codec.encode_header({"kind": "refused"})])
-            return
+                self._router.send(peer, [self._codec.encode_header({"kind": "refused"})])
+            if error.reason != "cut_off":
+                self._offenders.reject(peer)
+            return False
+        self._offenders.forgive(peer)
         # On one connection nothing is lost, so a repeat of what has been answered is not answered again.
-        if self._answered.get(identity) != number:
-            self._waiting[identity] = _Request(number, version, header["kind"] == "exactly")
+        if self._answered.get(peer) == request.number:
+            return False
+        self._waiting[peer] = request
+        return True
 
-    def _answer(self, identity: bytes, request: _Request, versions: dict[int, list[Frame]]) -> None:
-        newest = max(versions, default=-1)
-        if newest < request.version:
+    def _read(self, frames: list[zmq.Frame]) -> _Request:
+        if len(frames) != 1:
+            raise Rejected("malformed", f"{len(frames)} frames; 1 is expected")
+        header = self._codec.decode_header(frames[0])
+        if header["kind"] not in ("newest", "exactly"):
+            raise Rejected("malformed", f"kind {header['kind']!r:.40}")
+        return _Request(read_int(header, "number"), read_int(header, "version"), header["kind"] == "exactly")
+
+    def _answer(self, peer: Peer, versions: dict[int, list[Frame]]) -> None:
+        request, newest = self._waiting.get(peer), max(versions, default=-1)
+        if request is None or newest < request.version:
             return
         version = request.version if request.exact else newest
         kind = "params" if version in versions else "gone"
         fields = {"kind": kind, "number": request.number, "version": version, "newest": newest}
-        frames = [self._codec.encode_header(fields), *versions.get(version, [])]
-        del self._waiting[identity]
-        if self._send(identity, frames):
-            self._answered[identity] = request.number
-        else:
-            self._answered.pop(identity, None)
-
-    def _send(self, identity: bytes, frames: list[Frame]) -> bool:
-        try:
-            self._socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError as error:
-            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):  # gone, or not reading; it will ask again
-                return False
-            raise
-        return True
+        del self._waiting[peer]
+        if self._router.send(peer, [self._codec.encode_header(fields), *versions.get(version, [])]):
+            self._answered[peer] = request.number
+        else:  # it will ask again
+            self._answered.pop(peer, None)
 
 
 class ParameterClient:
@@ -155,14 +169,17 @@ class ParameterClient:
     returns are read-only views of the message received.
     """
 
-    def __init__(self, address: str, codec: Codec, context: zmq.Context, exact: bool = False) -> None:
+    def __init__(
+        self, address: str, codec: Codec, context: zmq.Context, exact: bool = False, keys: ClientKeys | None = None
+    ) -> None:
         """Connect to `address`; the server may come later, and over tcp and ipc also come again.
 
         Args:
           address: the server's `endpoint`.
-          codec: of the same spec and fingerprint as the server's.
+          codec: of the same spec and settings as the server's.
           context: the server's own when the address is `inproc://`.
           exact: versions will be asked for with `exactly` (lock-step), otherwise with `newest`.
+          keys: for a server that asks for them.
         """
         self.address = address
         self._codec = codec
@@ -174,7 +191,8 @@ class ParameterClient:
         self._numbers = itertools.count(time.time_ns())
         self._repeat_at = 0.0
         self._socket = open_socket(context, zmq.DEALER, codec.message_limit)
-        self._socket.connect(address)
+        # Without an identity of its own it is somebody new after a broken connection, whom nothing has been answered.
+        connect(self._socket, address, keys)
 
     def newest(self, at_least: int, stop: threading.Event, timeout: float) -> tuple[int, PyTree] | None:
         """The newest parameters received, waiting only while they are older than `at_least`.

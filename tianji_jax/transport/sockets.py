@@ -17,6 +17,13 @@ Credits already bound what a well-behaved peer has under way, mostly far below t
 stopped reading or sends without permission: it bounds the memory such a one can hold.
 """
 
+KEEPALIVE_SECONDS = 30
+"""Silence on a connection after which TCP asks whether the other host is still there; after three times that it is
+given up, and a client connects anew."""
+
+RECONNECT_SECONDS = 1.0
+"""Longest pause between attempts to connect. They begin at ten a second, and without the right key never end."""
+
 IPC_PATH_LIMIT = 107
 """Bytes of the path of a Unix domain socket, without the final zero (Linux, unix(7))."""
 
@@ -33,27 +40,36 @@ def open_socket(context: zmq.Context, kind: int, message_limit: int) -> zmq.Sock
     socket.linger = 0  # a process that ends does not wait for a peer to take its last messages
     socket.sndhwm = socket.rcvhwm = HIGH_WATER
     socket.maxmsgsize = message_limit
+    socket.tcp_keepalive, socket.tcp_keepalive_cnt = 1, 2
+    socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = KEEPALIVE_SECONDS
+    socket.setsockopt(zmq.TCP_MAXRT, milliseconds(3 * KEEPALIVE_SECONDS))  # the same for what is not acknowledged
+    socket.reconnect_ivl_max = milliseconds(RECONNECT_SECONDS)
     if kind == zmq.ROUTER:
         socket.router_mandatory = True  # sending to a peer that is gone is an error instead of silence
         socket.router_handover = True  # a restarted peer takes over the routing id of its predecessor
     return socket
 
 
-def bind(socket: zmq.Socket, address: str) -> str:
+def bind(socket: zmq.Socket, address: str, allow_plaintext: bool = False) -> str:
     """Listen at `address` and return the address to connect to (with the port chosen for `tcp://127.0.0.1:*`).
 
-    Every listening socket comes through here, so that this is where keys will be required.
+    Every listening socket comes through here, so that none is open to other hosts by accident.
+
+    Args:
+      socket: already secured with `ServerKeys`, if it is to be.
+      address: `inproc://`, `ipc://` or `tcp://`.
+      allow_plaintext: beyond loopback, do without keys.
 
     Raises:
-      ValueError: the address is of another kind, or beyond loopback.
+      ValueError: the address is of another kind, or beyond loopback without keys.
+      zmq.ZMQError: the address is taken, or not one of this host.
     """
     if not address.startswith(("inproc://", "ipc://", "tcp://")):
         raise ValueError(f"address {address!r}; one of inproc://, ipc:// or tcp:// is expected")
-    if address.startswith("tcp://") and not _is_loopback(address.removeprefix("tcp://").rpartition(":")[0]):
-        raise ValueError(
-            f"address {address!r} listens beyond loopback, which needs keys, and keys are not supported yet; "
-            "tcp://127.0.0.1:PORT is allowed"
-        )
+    secured = bool(socket.curve_server) or allow_plaintext
+    if address.startswith("tcp://") and not (secured or is_loopback(address)):
+        raise ValueError(f"address {address!r} is beyond loopback, which needs keys; tcp://127.0.0.1:PORT does not")
+    socket.ipv6 = "[" in address
     socket.bind(address)
     return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
@@ -134,7 +150,9 @@ def local_address(kind: str) -> Iterator[str]:
         raise ValueError(f"kind of address {kind!r}; inproc or ipc is expected")
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Whether a `tcp://HOST:PORT` can only be reached from this host; False also for names that are not looked up."""
+    host = address.removeprefix("tcp://").rpartition(":")[0]
     if host == "localhost":
         return True
     try:

@@ -5,7 +5,6 @@ requests and credits are numbered, so that either side can repeat what it said, 
 as a gap in the sequence. A learner that restarted asks the actors it does not know to say hello again.
 """
 
-import secrets
 import threading
 import time
 from collections import deque
@@ -27,7 +26,10 @@ from tianji_jax.transport.events import (
     read_episodes,
     read_seconds,
 )
-from tianji_jax.transport.sockets import Waker, bind, milliseconds, open_socket, receive
+from tianji_jax.transport.keys import ClientKeys, connect
+from tianji_jax.transport.peers import REJECTION_LIMIT, Offenders, Peer, actor_identity
+from tianji_jax.transport.router import OUTSIDE, Outside, Router
+from tianji_jax.transport.sockets import milliseconds, open_socket, receive
 from tianji_jax.types import Episode, PyTree, Stamp, Trajectory
 from tianji_jax.worker import POLL_SECONDS
 
@@ -40,9 +42,6 @@ SEND_SECONDS = 30.0
 EPISODES_LIMIT = 8192
 """Most finished episodes in one message, so that they fit its header; further ones go with the next."""
 
-DRAIN_LIMIT = 64
-"""Most messages taken in by one `TrajectoryServer.poll`."""
-
 REQUEST_LIMIT = 1024
 """Most credits an actor may ask for at once."""
 
@@ -50,19 +49,21 @@ REQUEST_LIMIT = 1024
 class TrajectoryClient:
     """An actor's end of the stream; belongs to one thread."""
 
-    def __init__(self, address: str, actor_id: int, codec: Codec, context: zmq.Context) -> None:
+    def __init__(
+        self, address: str, actor_id: int, codec: Codec, context: zmq.Context, keys: ClientKeys | None = None
+    ) -> None:
         """Connect to `address` (the server may come later; over tcp and ipc it may also come again).
 
         Args:
           address: the server's `endpoint`.
-          actor_id: unique among the learner's actors, from 0.
-          codec: for `Trajectory`, of the same spec and fingerprint as the server's.
+          actor_id: unique among the learner's actors, from 0 to `ACTOR_LIMIT` - 1.
+          codec: for `Trajectory`, of the same spec and settings as the server's.
           context: the server's own when the address is `inproc://`.
+          keys: for a server that asks for them.
         """
         self.address = address
         self.actor_id = actor_id
         self._codec = codec
-        self._incarnation = secrets.randbits(62)
         self._requested = 0
         self._received = 0
         self._sequence = 0
@@ -72,25 +73,33 @@ class TrajectoryClient:
         self._repeat_at = 0.0
         self._episodes: list[Episode] = []
         self._socket = open_socket(context, zmq.DEALER, codec.message_limit)
-        self._socket.routing_id = b"%d" % actor_id
-        self._socket.connect(address)
+        self._socket.routing_id = actor_identity(actor_id)
+        connect(self._socket, address, keys)
 
-    def hello(self, stop: threading.Event, timeout: float) -> None:
+    def hello(self, stop: threading.Event, timeout: float, sequence: int = 0) -> None:
         """Introduce this actor and wait for the welcome; returns early when `stop` is set.
 
         From then on `stop` also ends the wait of a message that nobody takes; the message is then dropped.
 
+        Args:
+          stop: ends the wait.
+          timeout: in seconds.
+          sequence: of the first trajectory that will be sent.
+
         Raises:
-          Refused: the learner's run is not the one this actor was made for.
+          Refused: the learner's run is not the one this actor was made for, or has another actor of this id.
           TimeoutError: no answer within `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
-        self._stop = stop
+        self._stop, self._sequence = stop, sequence
         self._welcome, repeat = False, 0.0
         while not self._welcome and not stop.is_set():
             now = time.monotonic()
             if now >= deadline:
-                raise TimeoutError(f"no learner answered at {self.address} within {timeout} s")
+                raise TimeoutError(
+                    f"no learner answered at {self.address} within {timeout} s: none is running there, or it does not "
+                    "have the same keys (security.keys of both sides), which it does not tell strangers"
+                )
             if now >= repeat:
                 self._say_hello()
                 repeat = now + REPEAT_SECONDS
@@ -105,7 +114,8 @@ class TrajectoryClient:
         """The next credit asked for, or None when none has come within `timeout` seconds.
 
         Raises:
-          Refused: the learner was restarted with another run.
+          Refused: another actor of this id has said hello, too much of this one's was rejected, or the learner was
+            restarted with another run.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -137,7 +147,6 @@ class TrajectoryClient:
         now, later = self._episodes[:EPISODES_LIMIT], self._episodes[EPISODES_LIMIT:]
         header = {
             "kind": "trajectory",
-            "incarnation": self._incarnation,
             "received": self._received,
             "version": int(stamp.policy_version),
             "sequence": int(stamp.sequence),
@@ -167,8 +176,7 @@ class TrajectoryClient:
         self._say({"kind": "request", "requested": self._requested})
 
     def _say(self, fields: Header) -> None:
-        fields = {"incarnation": self._incarnation, "received": self._received, **fields}
-        self._send([self._codec.encode_header(fields)])
+        self._send([self._codec.encode_header({"received": self._received, **fields})])
 
     def _send(self, frames: list[Frame]) -> None:
         deadline = time.monotonic() + SEND_SECONDS
@@ -191,8 +199,6 @@ class TrajectoryClient:
         if kind == "unknown":
             self._say_hello()
             self._say_request()
-        elif header.get("incarnation") != self._incarnation:
-            return None  # meant for an earlier actor of this id
         elif kind == "welcome":
             self._welcome = True
         elif kind == "refetch":
@@ -204,11 +210,11 @@ class TrajectoryClient:
 
 
 @dataclass
-class _Peer:
+class _Actor:
     """What a server knows of an actor.
 
     Attributes:
-      incarnation: a number that tells an actor from its predecessors of the same id.
+      peer: its connection, which also tells it from its predecessors of the same id.
       sequence: the next expected.
       requested: credits asked for, as the actor counts.
       granted: credits given, as the actor counts.
@@ -216,7 +222,7 @@ class _Peer:
       sent: index and version of credits given that the actor has not told to have received.
     """
 
-    incarnation: int
+    peer: Peer
     sequence: int
     requested: int
     granted: int
@@ -235,134 +241,149 @@ class TrajectoryServer:
       endpoint: the address to connect to.
     """
 
-    def __init__(self, address: str, codec: Codec, context: zmq.Context) -> None:
-        """Listen at `address` (`tcp://127.0.0.1:*` chooses a port).
+    def __init__(self, address: str, codec: Codec, context: zmq.Context, outside: Outside | None = None) -> None:
+        """Listen at `address` (`tcp://127.0.0.1:*` chooses a port), and at that of `outside`.
 
         Raises:
-          ValueError: not an address to listen at; beyond loopback keys would be needed.
+          ValueError: not an address to listen at; beyond loopback without keys.
           zmq.ZMQError: the address is taken.
         """
         self._codec = codec
-        self._peers: dict[int, _Peer] = {}
-        self._socket = open_socket(context, zmq.ROUTER, codec.message_limit)
-        try:
-            self.endpoint = bind(self._socket, address)
-        except BaseException:
-            self._socket.close()
-            raise
-        self._waker = Waker()
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._waker, zmq.POLLIN)
+        self._outside_ids = range(0) if outside is None else outside.actor_ids
+        self._actors: dict[int, _Actor] = {}
+        self._offenders = Offenders()
+        self._router = Router(address, context, codec.message_limit, outside)
+        self.endpoint = self._router.endpoint
 
     def poll(self, timeout: float) -> list[Event]:
-        """What has happened, at most `DRAIN_LIMIT` messages of it; empty after `timeout` seconds or a `wake`."""
-        self._poller.poll(milliseconds(timeout))
-        self._waker.clear()
+        """What has happened; empty after `timeout` seconds or a `wake`."""
+        self._router.wait(timeout)
         events: list[Event] = []
-        for _ in range(DRAIN_LIMIT):
-            frames = receive(self._socket, 1 + self._codec.frame_count)
-            if frames is None:
-                break
-            self._take(frames, events)
+        for peer, frames in self._router.messages(self._codec.frame_count):
+            self._take(peer, frames, events)
         return events
 
     def grant(self, actor_id: int, credit: Credit) -> bool:
         """Give an actor one credit; False when it is not there to take it (its request then stands no more)."""
-        peer = self._peers.get(actor_id)
-        if peer is None:
+        actor = self._actors.get(actor_id)
+        if actor is None:
             return False
-        if not self._send_credit(actor_id, peer, peer.granted + 1, credit.version):
-            peer.requested = max(peer.granted, peer.requested - 1)  # it will ask again when it is back
+        if not self._send_credit(actor, actor.granted + 1, credit.version):
+            actor.requested = max(actor.granted, actor.requested - 1)  # it will ask again when it is back
             return False
-        peer.granted += 1
-        peer.unspent += 1
-        peer.sent.append((peer.granted, credit.version))
+        actor.granted += 1
+        actor.unspent += 1
+        actor.sent.append((actor.granted, credit.version))
         return True
 
     def refetch(self, actor_id: int) -> bool:
         """Tell an actor to fetch parameters anew (its stamp is from the future: this learner restarted from an
         earlier version); False when it is not there."""
-        peer = self._peers.get(actor_id)
-        return peer is not None and self._say(actor_id, {"kind": "refetch", "incarnation": peer.incarnation})
+        actor = self._actors.get(actor_id)
+        return actor is not None and self._say(actor.peer, {"kind": "refetch"})
 
     def wake(self) -> None:
         """Make the `poll` in progress, or else the next, return at once; callable from any thread."""
-        self._waker.wake()
+        self._router.wake()
 
     def close(self) -> None:
         """Close at once; what has not been sent is dropped."""
-        self._socket.close()
-        self._waker.close()
+        self._router.close()
 
-    def _take(self, frames: list[zmq.Frame], events: list[Event]) -> None:
-        identity = frames[0].bytes
-        actor_id = int(identity) if identity.isdigit() and len(identity) < 10 else None
-        peer, spent_before = None, 0
+    def _take(self, peer: Peer, frames: list[zmq.Frame], events: list[Event]) -> None:
+        actor_id, actor, unspent = peer.actor_id, None, 0
+        if self._offenders.cut_off(peer):
+            events.append(MessageRejected(actor_id, "cut_off", "it is not listened to any more", spent=False))
+            return
         try:
-            if actor_id is None or len(frames) == 1:
-                raise Rejected("malformed", f"message of {len(frames)} frames from {identity!r:.40}")
-            header = self._codec.decode_header(frames[1])
+            if actor_id is None or not frames:
+                raise Rejected("malformed", f"message of {len(frames)} frames from {peer.identity!r:.40}")
+            header = self._codec.decode_header(frames[0])
             if header["kind"] == "hello":
-                events += self._on_hello(actor_id, header)
-                return
-            peer = self._peers.get(actor_id)
-            if peer is None or read_int(header, "incarnation") != peer.incarnation:
-                peer = None
-                self._say(actor_id, {"kind": "unknown"})
-                raise Rejected("unknown", f"{header['kind']!r:.40} from an actor that has not said hello")
-            spent_before = peer.unspent
-            events += self._on_message(actor_id, peer, header, frames[2:])
+                events += self._on_hello(actor_id, peer, header)
+            else:
+                actor = self._known(actor_id, peer, header)
+                unspent = actor.unspent
+                events += self._on_message(actor_id, actor, header, frames[1:])
         except Rejected as error:
-            if actor_id is not None and error.reason in ("fingerprint", "protocol"):
-                self._say(actor_id, {"kind": "refused", "message": error.detail})
-            spent = peer is not None and peer.unspent < spent_before
+            spent = actor is not None and actor.unspent < unspent
             events.append(MessageRejected(actor_id, error.reason, error.detail, spent))
+            self._on_rejection(peer, error)
+            if self._offenders.reject(peer):
+                events += self._cut_off(actor_id, peer)
+        else:
+            self._offenders.forgive(peer)
 
-    def _on_hello(self, actor_id: int, header: Header) -> list[Event]:
+    def _known(self, actor_id: int, peer: Peer, header: Header) -> _Actor:
+        actor = self._actors.get(actor_id)
+        if actor is None:
+            raise Rejected("unknown", f"{header['kind']!r:.40} from an actor that has not said hello")
+        if actor.peer != peer:
+            raise Rejected("replaced", f"another actor {actor_id} has said hello since")
+        return actor
+
+    def _on_rejection(self, peer: Peer, error: Rejected) -> None:
+        if error.reason == "unknown":
+            self._say(peer, {"kind": "unknown"})
+        elif error.reason in ("fingerprint", "protocol", "actor_id", "replaced"):
+            self._say(peer, {"kind": "refused", "message": error.detail})
+
+    def _cut_off(self, actor_id: int | None, peer: Peer) -> list[Event]:
+        """Tell a peer that it is not listened to any more, and take back what it had."""
+        self._say(peer, {"kind": "refused", "message": f"{REJECTION_LIMIT} messages more were rejected than taken"})
+        actor = None if actor_id is None else self._actors.get(actor_id)
+        if actor_id is None or actor is None or actor.peer != peer:
+            return []
+        del self._actors[actor_id]
+        return [Lost(actor_id, actor.unspent)] if actor.unspent else []
+
+    def _on_hello(self, actor_id: int, peer: Peer, header: Header) -> list[Event]:
+        if (actor_id in self._outside_ids) != (peer.door == OUTSIDE):
+            ids = self._outside_ids
+            may = f"{ids.start} to {ids.stop - 1} may" if ids else "none may"
+            raise Rejected("actor_id", f"actor id {actor_id} may not come from there; from outside {may}")
         if header.get("fingerprint") != self._codec.fingerprint:
             difference = self._codec.difference(str(header.get("description")))
-            raise Rejected("fingerprint", f"the actor was made for another run: {difference}")
-        incarnation, received = read_int(header, "incarnation"), read_int(header, "received")
-        known = self._peers.get(actor_id)
-        joined = known is None or known.incarnation != incarnation
+            raise Rejected("fingerprint", f"the actor's configuration does not fit the learner's: {difference}")
+        received, sequence = read_int(header, "received"), read_int(header, "sequence")
+        known = self._actors.get(actor_id)
+        joined = known is None or known.peer != peer
         if joined:
-            sequence = read_int(header, "sequence")
-            self._peers[actor_id] = _Peer(incarnation, sequence, requested=received, granted=received)
-        self._say(actor_id, {"kind": "welcome", "incarnation": incarnation})
+            self._actors[actor_id] = _Actor(peer, sequence, requested=received, granted=received)
+        self._say(peer, {"kind": "welcome"})
         return [Joined(actor_id)] if joined else []
 
-    def _on_message(self, actor_id: int, peer: _Peer, header: Header, payload: list[zmq.Frame]) -> list[Event]:
+    def _on_message(self, actor_id: int, actor: _Actor, header: Header, payload: list[zmq.Frame]) -> list[Event]:
         received = read_int(header, "received")
-        while peer.sent and peer.sent[0][0] <= received:
-            peer.sent.popleft()
+        while actor.sent and actor.sent[0][0] <= received:
+            actor.sent.popleft()
         if header["kind"] == "request":
-            return self._on_request(actor_id, peer, read_int(header, "requested"))
+            return self._on_request(actor_id, actor, read_int(header, "requested"))
         if header["kind"] == "trajectory":
-            return self._on_trajectory(actor_id, peer, header, payload)
+            return self._on_trajectory(actor_id, actor, header, payload)
         raise Rejected("malformed", f"kind {header['kind']!r:.40}")
 
-    def _on_request(self, actor_id: int, peer: _Peer, requested: int) -> list[Event]:
-        new = requested - peer.requested
+    def _on_request(self, actor_id: int, actor: _Actor, requested: int) -> list[Event]:
+        new = requested - actor.requested
         if new > REQUEST_LIMIT:
             raise Rejected("malformed", f"{new} credits asked for at once; at most {REQUEST_LIMIT} are allowed")
         if new <= 0:  # a repeat: what was granted may be lost
-            for index, version in peer.sent:
-                self._send_credit(actor_id, peer, index, version)
+            for index, version in actor.sent:
+                self._send_credit(actor, index, version)
             return []
-        peer.requested = requested
+        actor.requested = requested
         return [Requested(actor_id)] * new
 
-    def _on_trajectory(self, actor_id: int, peer: _Peer, header: Header, payload: list[zmq.Frame]) -> list[Event]:
+    def _on_trajectory(self, actor_id: int, actor: _Actor, header: Header, payload: list[zmq.Frame]) -> list[Event]:
         sequence = read_int(header, "sequence")
-        if sequence < peer.sequence:
-            raise Rejected("replayed", f"sequence {sequence} again; {peer.sequence} is expected")
-        if not peer.unspent:
+        if sequence < actor.sequence:
+            raise Rejected("replayed", f"sequence {sequence} again; {actor.sequence} is expected")
+        if not actor.unspent:
             raise Rejected("uncredited", f"sequence {sequence} of an actor without credit")
-        lost = min(sequence - peer.sequence, peer.unspent - 1)
-        peer.sequence = sequence + 1
+        lost = min(sequence - actor.sequence, actor.unspent - 1)
+        actor.sequence = sequence + 1
         events: list[Event] = [Lost(actor_id, lost)] if lost else []
-        peer.unspent -= lost + 1
+        actor.unspent -= lost + 1
         try:
             stamp = Stamp(read_int(header, "version"), actor_id, sequence)
             episodes, seconds = read_episodes(header), read_seconds(header)
@@ -371,16 +392,8 @@ class TrajectoryServer:
             return [*events, MessageRejected(actor_id, error.reason, error.detail, spent=True)]
         return [*events, Arrived(actor_id, stamp, trajectory, episodes, seconds)]
 
-    def _send_credit(self, actor_id: int, peer: _Peer, index: int, version: int) -> bool:
-        fields = {"kind": "credit", "incarnation": peer.incarnation, "index": index, "version": version}
-        return self._say(actor_id, fields)
+    def _send_credit(self, actor: _Actor, index: int, version: int) -> bool:
+        return self._say(actor.peer, {"kind": "credit", "index": index, "version": version})
 
-    def _say(self, actor_id: int, fields: Header) -> bool:
-        try:
-            frames = [b"%d" % actor_id, self._codec.encode_header(fields)]
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):  # gone, or not reading
-                return False
-            raise
-        return True
+    def _say(self, peer: Peer, fields: Header) -> bool:
+        return self._router.send(peer, [self._codec.encode_header(fields)])
