@@ -1,10 +1,11 @@
-"""The command line: `tianji train`, `tianji config`, `tianji environments`."""
+"""The command line: `tianji train`, `tianji config`, `tianji keys`, `tianji environments`."""
 
 import argparse
 import logging
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from tianji_jax.interrupts import INTERRUPTED, interrupts
 
@@ -51,6 +52,12 @@ def _parser() -> argparse.ArgumentParser:
     config.add_argument("overrides", nargs="*", help=overrides)
     config.set_defaults(command=_config)
 
+    keys = commands.add_parser("keys", help="make keys for actors on other hosts")
+    keys.add_argument("action", choices=["new"], help="new: write a pair for the learner and one for an actor")
+    keys.add_argument("directory", help="folder to write to; security.keys names it later")
+    keys.add_argument("--actor", metavar="NAME", help="write a pair for one more actor to a folder that has keys")
+    keys.set_defaults(command=_keys)
+
     environments = commands.add_parser("environments", help="list the names of environments")
     environments.add_argument("word", nargs="?", default="", help="only names that contain this")
     environments.set_defaults(command=_environments)
@@ -84,6 +91,25 @@ def _config(options: argparse.Namespace) -> int:
     config = load(options.config, options.overrides)
     plan(config)
     print(to_yaml(config), end="")
+    return 0
+
+
+def _keys(options: argparse.Namespace) -> int:
+    from tianji_jax.transport import KeyFileError, make_keys
+
+    directory = Path(options.directory)
+    try:
+        files = make_keys(directory, options.actor)
+    except KeyFileError as error:
+        print(f"tianji: {error}", file=sys.stderr)
+        return REFUSED
+    actor = files[-1].stem
+    print("\n".join(f"wrote {file}" for file in files))
+    print(
+        f"the learner's host keeps {directory} (learner.key_secret and every actor's NAME.key)\n"
+        f"an actor's host gets learner.key and {actor}.key_secret, in a folder for its user only (chmod 700)\n"
+        "both name their folder in security.keys; a learner that runs knows a new actor when it is started again"
+    )
     return 0
 
 

@@ -1,0 +1,400 @@
+"""Keys: how they are made and kept, who gets in with them, and what is refused without."""
+
+import contextlib
+import functools
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import pytest
+import zmq
+
+from short_runs import counting_config, train
+from tianji_jax.blueprint import Addresses, client_keys, connect, make_actor, plan
+from tianji_jax.cli import main
+from tianji_jax.config import Config, ConfigError
+from tianji_jax.transport import (
+    Authenticator,
+    ClientKeys,
+    KeyFileError,
+    Outside,
+    Refused,
+    ServerKeys,
+    TrajectoryClient,
+    TrajectoryServer,
+    load_client_keys,
+    load_server_keys,
+    local_address,
+    make_keys,
+)
+from tianji_jax.worker import Workers
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def free_ports() -> int:
+    """A port that is free, and the one after it as well."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                second.bind(("127.0.0.1", port + 1))
+                return port
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    make_keys(tmp_path / "keys")
+    return tmp_path / "keys"
+
+
+def test_keys_are_made_for_their_owner_only_and_never_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "new" / "keys"
+    before = os.umask(0o000)
+    try:
+        assert main(["keys", "new", str(folder)]) == 0
+    finally:
+        assert os.umask(before) == 0o000
+    told = capsys.readouterr().out
+    assert "learner.key_secret" in told
+    assert "actor's host gets learner.key and actor.key_secret" in told
+    names = {"learner.key", "learner.key_secret", "actor.key", "actor.key_secret"}
+    assert {path.name for path in folder.iterdir()} == names
+    assert mode(folder) == 0o700
+    assert {mode(path) for path in folder.iterdir()} == {0o600}
+    contents = {path: path.read_bytes() for path in folder.iterdir()}
+    assert main(["keys", "new", str(folder)]) == 2
+    assert "not overwritten" in capsys.readouterr().err
+    assert main(["keys", "new", str(folder), "--actor", "second"]) == 0
+    assert "second.key_secret" in capsys.readouterr().out
+    assert main(["keys", "new", str(folder), "--actor", "second"]) == 2
+    assert {path: path.read_bytes() for path in contents} == contents
+    assert len(load_server_keys(folder).clients) == 2
+    assert load_client_keys(folder).server == load_server_keys(folder).public
+
+
+@pytest.mark.parametrize("name", ["learner", "../actor", "", ".hidden", "a/b", "-x"])
+def test_names_that_will_not_do_are_refused(name: str, keys: Path) -> None:
+    with pytest.raises(KeyFileError, match="name"):
+        make_keys(keys, name)
+
+
+def test_folders_that_will_not_do_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(KeyFileError, match=r"no learner\.key: begin with"):
+        make_keys(tmp_path / "none", "second")
+    (tmp_path / "open").mkdir(mode=0o755)
+    with pytest.raises(KeyFileError, match=r"mode 755\): chmod 700 .*open"):
+        make_keys(tmp_path / "open")
+    assert list((tmp_path / "open").iterdir()) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KeyFileError, match=r"cannot write to .*file"):
+        make_keys(tmp_path / "file")
+
+
+@pytest.mark.parametrize("bits", [0o640, 0o604, 0o660, 0o610])
+def test_a_secret_that_others_can_read_is_not_used(bits: int, keys: Path) -> None:
+    for name, load in [("learner", load_server_keys), ("actor", load_client_keys)]:
+        secret = keys / f"{name}.key_secret"
+        secret.chmod(bits)
+        with pytest.raises(KeyFileError, match=rf"{name}\.key_secret .*mode {bits:o}\): chmod 600 .*{name}"):
+            load(keys)
+        secret.chmod(0o600)
+        load(keys)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "public-key = 'short'", f"public-key = '{'~' * 40}'", f"public-key = '{'#' * 40}'"]
+)
+def test_files_that_hold_no_keys_are_refused(text: str, keys: Path) -> None:
+    for name, load in [("actor.key", load_server_keys), ("learner.key", load_client_keys)]:
+        content = (keys / name).read_text()
+        (keys / name).write_text(text)
+        with pytest.raises(KeyFileError, match=name):
+            load(keys)
+        (keys / name).write_text(content)
+    (keys / "learner.key_secret").write_text((keys / "learner.key").read_text())
+    with pytest.raises(KeyFileError, match="pair"):
+        load_server_keys(keys)
+
+
+def test_missing_keys_are_named(keys: Path) -> None:
+    (keys / "actor.key").unlink()
+    with pytest.raises(KeyFileError, match="no actor's public key"):
+        load_server_keys(keys)
+    (keys / "learner.key").unlink()
+    with pytest.raises(KeyFileError, match=r"no .*learner\.key.*tianji keys new"):
+        load_client_keys(keys)
+    (keys / "actor.key_secret").unlink()
+    with pytest.raises(KeyFileError, match="no actor's secret key"):
+        load_client_keys(keys)
+
+
+def test_secrets_are_not_printed(keys: Path) -> None:
+    for loaded in (load_server_keys(keys), load_client_keys(keys)):
+        assert loaded.secret.decode() not in repr(loaded)
+
+
+@contextlib.contextmanager
+def guarded(config: Config, keys: ServerKeys) -> Iterator[tuple[TrajectoryServer, Addresses]]:
+    """A server with keys that is not polled unless the test does; its authenticator runs."""
+    addresses = Addresses.at(f"tcp://127.0.0.1:{free_ports()}")
+    outside = Outside(addresses.trajectories, keys, False, range(1, 100))
+    context, workers = zmq.Context(), Workers()
+    with local_address("inproc") as local:
+        authenticator = Authenticator(keys.clients, context)
+        server = TrajectoryServer(local, plan(config).trajectory_codec(), context, outside)
+        workers.start("authenticator", authenticator.run)
+        try:
+            yield server, addresses
+        finally:
+            assert workers.close(5) == []
+            workers.check()
+            server.close()
+            authenticator.close()
+            context.term()
+
+
+@pytest.mark.parametrize("fault", ["no keys", "a stranger's key", "another learner"])
+def test_who_has_not_the_right_keys_gets_nothing_and_sends_nothing(
+    fault: str, keys: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = counting_config(tmp_path)
+    right = load_client_keys(keys)
+    make_keys(tmp_path / "other")
+    other = load_client_keys(tmp_path / "other")
+    wrong: ClientKeys | None = None
+    if fault == "a stranger's key":
+        wrong = ClientKeys(other.public, other.secret, right.server)
+    elif fault == "another learner":
+        wrong = ClientKeys(right.public, right.secret, other.server)
+    with guarded(config, load_server_keys(keys)) as (server, addresses):
+        codec, context = plan(config).trajectory_codec(), zmq.Context()
+        client = TrajectoryClient(addresses.trajectories, 1, codec, context, wrong)
+        with pytest.raises(TimeoutError, match=r"within 1 s: .*keys \(security\.keys"):
+            client.hello(threading.Event(), 1)
+        assert server.poll(0.2) == []
+        client.close()
+        client = TrajectoryClient(addresses.trajectories, 1, codec, context, right)
+        with contextlib.closing(client):
+            joined = threading.Thread(target=client.hello, args=(threading.Event(), 10))
+            joined.start()
+            events = []
+            while joined.is_alive():
+                events += server.poll(0.05)
+            assert [event.actor_id for event in events] == [1]
+        context.term()
+    assert ("127.0.0.1 is not let in" in caplog.text) == (fault == "a stranger's key")
+
+
+def act_from_outside(config: Config, actor_id: int, sent: list[int], stop: threading.Event) -> None:
+    """What an actor on another host does; notes its id for each trajectory it sends."""
+    blueprint, context = plan(config), zmq.Context()
+    try:
+        assert config.actors.listen is not None
+        trajectories, parameters = connect(blueprint, actor_id, Addresses.at(config.actors.listen), context)
+        send = trajectories.send
+        with mock.patch.object(trajectories, "send", lambda *message: [send(*message), sent.append(actor_id)]):
+            make_actor(blueprint, actor_id, jax.devices()[0]).run(trajectories, parameters, stop)
+    finally:
+        context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("secured", [True, False], ids=["keys", "plaintext"])
+def test_actors_from_outside_take_part_in_a_run(secured: bool, keys: Path, tmp_path: Path) -> None:
+    config = counting_config(
+        tmp_path,
+        {
+            "run": {"environment_steps": 10_000},
+            "environment": {"options": {"episode_length": 5, "step_seconds": 1e-3}},
+            "actors": {"listen": f"tcp://127.0.0.1:{free_ports()}"},
+            "security": {"keys": str(keys) if secured else None},
+            "learner": {"trajectories_per_update": 3},
+        },
+    )
+    threads, workers, sent = threading.active_count(), Workers(), list[int]()
+    for actor_id in (1, 2):
+        workers.start(f"actor {actor_id}", functools.partial(act_from_outside, config, actor_id, sent))
+    result, reports = train(config)
+    assert workers.close(10) == []
+    workers.check()
+    assert threading.active_count() <= threads
+    assert result.environment_steps >= 10_000
+    assert reports[-1]["trajectories_rejected"] == 0
+    assert sent.count(1) > 50
+    assert sent.count(2) > 50
+
+
+@pytest.mark.parametrize(
+    ("theirs", "message"),
+    [
+        ({"actors": {"unroll_length": 16}}, "actors.unroll_length: 16 where the learner has 5"),
+        ({"actors": {"environments": 2}}, "actors.environments: 2 where the learner has 4"),
+        (
+            {"environment": {"options": {"episode_length": 7}}},
+            "environment.options.episode_length: 7 where the learner has 5",
+        ),
+        (
+            {"environment": {"name": "gymnasium:CartPole-v1", "options": {}}},
+            'environment.name: "gymnasium:CartPole-v1" where the learner has "tianji_jax.testing:CountingEnv"',
+        ),
+        ({"agent": {"learning_rate": 0.5}}, "agent.learning_rate: 0.5 where the learner has 0.01"),
+        ({"agent": {"name": "impala"}}, 'agent.name: "impala" where the learner has "tianji_jax.testing:TrivialAgent"'),
+        ({"run": {"deterministic": True}}, "run.deterministic: true where the learner has false"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_an_actor_that_does_not_fit_is_told_each_setting(theirs: dict[str, Any], message: str, tmp_path: Path) -> None:
+    config = counting_config(tmp_path)
+    other = counting_config(tmp_path, theirs)
+    addresses = Addresses.at(f"tcp://127.0.0.1:{free_ports()}")
+    context = zmq.Context()
+    outside = Outside(addresses.trajectories, None, False, range(1, 100))
+    server = TrajectoryServer("inproc://fit", plan(config).trajectory_codec(), context, outside)
+    trajectories, parameters = connect(plan(other), 1, addresses, context)
+    refused: list[str] = []
+
+    def hello() -> None:
+        try:
+            trajectories.hello(threading.Event(), 10)
+        except Refused as error:
+            refused.append(str(error))
+
+    thread = threading.Thread(target=hello)
+    thread.start()
+    while thread.is_alive():
+        server.poll(0.05)
+    for end in (server, trajectories, parameters):
+        end.close()
+    context.term()
+    assert message in refused[0]
+    assert refused[0].isprintable()
+
+
+def test_an_id_of_the_learners_own_is_refused_from_outside(keys: Path, tmp_path: Path) -> None:
+    config = counting_config(tmp_path, {"security": {"keys": str(keys)}})
+    with guarded(config, load_server_keys(keys)) as (server, addresses):
+        context = zmq.Context()
+        trajectories, parameters = connect(plan(config), 0, addresses, context)
+        polling = threading.Event()
+        thread = threading.Thread(target=lambda: [server.poll(0.05) for _ in iter(polling.is_set, True)])
+        thread.start()
+        with pytest.raises(Refused, match="actor id 0 may not come from there; from outside 1 to 99 may"):
+            trajectories.hello(threading.Event(), 10)
+        polling.set()
+        thread.join()
+        trajectories.close()
+        parameters.close()
+        context.term()
+
+
+def test_listening_to_strangers_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    for address in ("tcp://0.0.0.0:5555", "tcp://*:5555", "tcp://[::]:5555", "tcp://host:5555"):
+        config = counting_config(tmp_path / "runs", {"actors": {"listen": address}})
+        with pytest.raises(ConfigError, match=r"actors\.listen: .*`tianji keys new DIR`.*security\.allow_plaintext"):
+            train(config)
+    assert not (tmp_path / "runs").exists()
+    plan(counting_config(tmp_path, {"actors": {"listen": "tcp://0.0.0.0:5555"}, "security": {"allow_plaintext": True}}))
+
+
+def test_sending_to_strangers_is_refused(tmp_path: Path) -> None:
+    config = counting_config(tmp_path)
+    with pytest.raises(ConfigError, match=r"tcp://10\.0\.0\.1:5555 is beyond this host.*keys"):
+        client_keys(config, Addresses.at("tcp://10.0.0.1:5555"))
+    assert client_keys(config, Addresses.at("tcp://127.0.0.1:5555")) is None
+
+
+def test_keys_that_cannot_be_used_are_refused_before_anything_starts(keys: Path, tmp_path: Path) -> None:
+    (keys / "learner.key_secret").chmod(0o644)
+    settings = {"actors": {"listen": "tcp://127.0.0.1:5555"}, "security": {"keys": str(keys)}}
+    with pytest.raises(ConfigError, match=r"security\.keys: .*chmod 600"):
+        train(counting_config(tmp_path / "runs", settings))
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_port_that_is_taken_is_said(which: int, tmp_path: Path) -> None:
+    port = free_ports()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port + which))
+        taken.listen()
+        config = counting_config(tmp_path, {"actors": {"listen": f"tcp://127.0.0.1:{port}"}})
+        threads = threading.active_count()
+        with pytest.raises(ConfigError, match=rf"actors\.listen: cannot listen at .*{port}.*in use"):
+            train(config)
+        assert threading.active_count() <= threads
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:5555", "tcp://127.0.0.1:*", "tcp://127.0.0.1:65535", "tcp://:5", "ipc://x"]
+)
+def test_addresses_that_will_not_do_are_refused(address: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"actors\.listen: got .*tcp://HOST:PORT"):
+        counting_config(tmp_path, {"actors": {"listen": address}})
+
+
+def test_what_is_sent_with_keys_cannot_be_read(keys: Path, tmp_path: Path) -> None:
+    """Somebody in the middle sees neither the settings of the handshake nor the ids."""
+    config = counting_config(tmp_path, {"security": {"keys": str(keys)}})
+    seen = bytearray()
+    with guarded(config, load_server_keys(keys)) as (server, addresses), tapped(addresses, seen) as tap:
+        context = zmq.Context()
+        trajectories, parameters = connect(plan(config), 1, tap, context)
+        thread = threading.Thread(target=trajectories.hello, args=(threading.Event(), 10))
+        thread.start()
+        while thread.is_alive():
+            server.poll(0.05)
+        trajectories.close()
+        parameters.close()
+        context.term()
+    assert len(seen) > 500
+    assert b"CURVE" in seen
+    assert b"CountingEnv" not in seen
+
+
+@contextlib.contextmanager
+def tapped(addresses: Addresses, seen: bytearray) -> Iterator[Addresses]:
+    """Addresses whose traffic goes through a listener in the middle that keeps what the client says."""
+    port = int(addresses.trajectories.rpartition(":")[2])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ends: list[socket.socket] = []
+
+        def copy(source: socket.socket, target: socket.socket, keep: bool) -> None:
+            with contextlib.suppress(OSError):
+                while data := source.recv(65536):
+                    if keep:
+                        seen.extend(data)
+                    target.sendall(data)
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                client, _ = server.accept()
+                upstream = socket.create_connection(("127.0.0.1", port))
+                ends.extend([client, upstream])
+                for arguments in ((client, upstream, True), (upstream, client, False)):
+                    threads.append(threading.Thread(target=copy, args=arguments))
+                    threads[-1].start()
+
+        threads = [threading.Thread(target=accept)]
+        threads[0].start()
+        try:
+            yield Addresses.at(f"tcp://127.0.0.1:{server.getsockname()[1]}")
+        finally:
+            time.sleep(0.1)
+            for end in ends:
+                end.shutdown(socket.SHUT_RDWR)
+            for thread in threads:
+                thread.join(5)
+            for end in ends:
+                end.close()
