@@ -133,7 +133,6 @@ class ParameterServer:
             if error.reason != "cut_off":
                 self._offenders.reject(peer)
             return False
-        self._offenders.forgive(peer)
         # On one connection nothing is lost, so a repeat of what has been answered is not answered again.
         if self._answered.get(peer) == request.number:
             return False

@@ -54,7 +54,7 @@ class Table(OrderedDict[K, V]):
 
 
 class Offenders:
-    """Counts the rejected messages of each peer. A message that is taken makes up for one that was rejected."""
+    """Counts the rejected messages of each peer. A trajectory that is taken makes up for one message rejected."""
 
     def __init__(self) -> None:
         self._rejections: Table[Peer, int] = Table()
@@ -73,7 +73,7 @@ class Offenders:
         return self._rejections[peer] == REJECTION_LIMIT
 
     def forgive(self, peer: Peer) -> None:
-        """Count a message that was taken."""
+        """Count a trajectory that was taken."""
         if peer in self._rejections:
             self._rejections[peer] -= 1
             if not self._rejections[peer]:

@@ -300,19 +300,15 @@ class TrajectoryServer:
                 raise Rejected("malformed", f"message of {len(frames)} frames from {peer.identity!r:.40}")
             header = self._codec.decode_header(frames[0])
             if header["kind"] == "hello":
-                events += self._on_hello(actor_id, peer, header)
+                self._on_hello(actor_id, peer, header, events)
             else:
                 actor = self._known(actor_id, peer, header)
                 unspent = actor.unspent
-                events += self._on_message(actor_id, actor, header, frames[1:])
+                self._on_message(actor_id, actor, header, frames[1:], events)
         except Rejected as error:
             spent = actor is not None and actor.unspent < unspent
             events.append(MessageRejected(actor_id, error.reason, error.detail, spent))
-            self._on_rejection(peer, error)
-            if self._offenders.reject(peer):
-                events += self._cut_off(actor_id, peer)
-        else:
-            self._offenders.forgive(peer)
+            self._on_rejection(peer, error, events)
 
     def _known(self, actor_id: int, peer: Peer, header: Header) -> _Actor:
         actor = self._actors.get(actor_id)
@@ -322,22 +318,23 @@ class TrajectoryServer:
             raise Rejected("replaced", f"another actor {actor_id} has said hello since")
         return actor
 
-    def _on_rejection(self, peer: Peer, error: Rejected) -> None:
-        if error.reason == "unknown":
+    def _on_rejection(self, peer: Peer, error: Rejected, events: list[Event]) -> None:
+        """Answer, and take back what a peer had that is not listened to any more."""
+        if self._offenders.reject(peer):
+            limit = f"{REJECTION_LIMIT} messages more were rejected than trajectories taken; the last is {error}"
+            self._say(peer, {"kind": "refused", "message": limit})
+            actor_id = peer.actor_id
+            actor = None if actor_id is None else self._actors.get(actor_id)
+            if actor_id is not None and actor is not None and actor.peer == peer:
+                del self._actors[actor_id]
+                if actor.unspent:
+                    events.append(Lost(actor_id, actor.unspent))
+        elif error.reason == "unknown":
             self._say(peer, {"kind": "unknown"})
         elif error.reason in ("fingerprint", "protocol", "actor_id", "replaced"):
             self._say(peer, {"kind": "refused", "message": error.detail})
 
-    def _cut_off(self, actor_id: int | None, peer: Peer) -> list[Event]:
-        """Tell a peer that it is not listened to any more, and take back what it had."""
-        self._say(peer, {"kind": "refused", "message": f"{REJECTION_LIMIT} messages more were rejected than taken"})
-        actor = None if actor_id is None else self._actors.get(actor_id)
-        if actor_id is None or actor is None or actor.peer != peer:
-            return []
-        del self._actors[actor_id]
-        return [Lost(actor_id, actor.unspent)] if actor.unspent else []
-
-    def _on_hello(self, actor_id: int, peer: Peer, header: Header) -> list[Event]:
+    def _on_hello(self, actor_id: int, peer: Peer, header: Header, events: list[Event]) -> None:
         if (actor_id in self._outside_ids) != (peer.door == OUTSIDE):
             ids = self._outside_ids
             may = f"{ids.start} to {ids.stop - 1} may" if ids else "none may"
@@ -347,21 +344,23 @@ class TrajectoryServer:
             raise Rejected("fingerprint", f"the actor's configuration does not fit the learner's: {difference}")
         received, sequence = read_int(header, "received"), read_int(header, "sequence")
         known = self._actors.get(actor_id)
-        joined = known is None or known.peer != peer
-        if joined:
+        if known is None or known.peer != peer:
             self._actors[actor_id] = _Actor(peer, sequence, requested=received, granted=received)
+            events.append(Joined(actor_id))
         self._say(peer, {"kind": "welcome"})
-        return [Joined(actor_id)] if joined else []
 
-    def _on_message(self, actor_id: int, actor: _Actor, header: Header, payload: list[zmq.Frame]) -> list[Event]:
+    def _on_message(
+        self, actor_id: int, actor: _Actor, header: Header, payload: list[zmq.Frame], events: list[Event]
+    ) -> None:
         received = read_int(header, "received")
         while actor.sent and actor.sent[0][0] <= received:
             actor.sent.popleft()
         if header["kind"] == "request":
-            return self._on_request(actor_id, actor, read_int(header, "requested"))
-        if header["kind"] == "trajectory":
-            return self._on_trajectory(actor_id, actor, header, payload)
-        raise Rejected("malformed", f"kind {header['kind']!r:.40}")
+            events += self._on_request(actor_id, actor, read_int(header, "requested"))
+        elif header["kind"] == "trajectory":
+            self._on_trajectory(actor_id, actor, header, payload, events)
+        else:
+            raise Rejected("malformed", f"kind {header['kind']!r:.40}")
 
     def _on_request(self, actor_id: int, actor: _Actor, requested: int) -> list[Event]:
         new = requested - actor.requested
@@ -374,23 +373,24 @@ class TrajectoryServer:
         actor.requested = requested
         return [Requested(actor_id)] * new
 
-    def _on_trajectory(self, actor_id: int, actor: _Actor, header: Header, payload: list[zmq.Frame]) -> list[Event]:
+    def _on_trajectory(
+        self, actor_id: int, actor: _Actor, header: Header, payload: list[zmq.Frame], events: list[Event]
+    ) -> None:
         sequence = read_int(header, "sequence")
         if sequence < actor.sequence:
             raise Rejected("replayed", f"sequence {sequence} again; {actor.sequence} is expected")
         if not actor.unspent:
             raise Rejected("uncredited", f"sequence {sequence} of an actor without credit")
         lost = min(sequence - actor.sequence, actor.unspent - 1)
+        if lost:
+            events.append(Lost(actor_id, lost))
         actor.sequence = sequence + 1
-        events: list[Event] = [Lost(actor_id, lost)] if lost else []
         actor.unspent -= lost + 1
-        try:
-            stamp = Stamp(read_int(header, "version"), actor_id, sequence)
-            episodes, seconds = read_episodes(header), read_seconds(header)
-            trajectory: PyTree = self._codec.decode_payload(header, payload, finite=True)
-        except Rejected as error:
-            return [*events, MessageRejected(actor_id, error.reason, error.detail, spent=True)]
-        return [*events, Arrived(actor_id, stamp, trajectory, episodes, seconds)]
+        stamp = Stamp(read_int(header, "version"), actor_id, sequence)
+        episodes, seconds = read_episodes(header), read_seconds(header)
+        trajectory: PyTree = self._codec.decode_payload(header, payload, finite=True)
+        self._offenders.forgive(actor.peer)
+        events.append(Arrived(actor_id, stamp, trajectory, episodes, seconds))
 
     def _send_credit(self, actor: _Actor, index: int, version: int) -> bool:
         return self._say(actor.peer, {"kind": "credit", "index": index, "version": version})
