@@ -12,15 +12,20 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 import zmq
 
+from tianji_jax.attendance import Attendance
 from tianji_jax.blueprint import Addresses, connect, make_actor, plan
-from tianji_jax.config import load
+from tianji_jax.config import Config, load
 from tianji_jax.parallel import actor_device, learner_devices, use_compilation_cache
 from tianji_jax.worker import POLL_SECONDS
+
+logger = logging.getLogger(__name__)
 
 END_SECONDS = 2.0
 """How long a child gets to end by itself before it is killed."""
@@ -29,45 +34,110 @@ TAIL_LINES = 40
 """Lines of a failed child's log that go into the error."""
 
 
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0
+"""Seconds before a killed actor is started again; they double from one to the other."""
+
+HEALTHY_SECONDS = 60.0
+"""An actor that has lived for so long starts with a clean sheet when it is killed."""
+
+
 class ActorProcessError(RuntimeError):
     """An actor process ended by itself; the message carries the end of its log, with its traceback."""
 
 
-class ActorProcesses:
-    """Starts a process for each actor and watches them."""
+@dataclass
+class _Child:
+    """One of the actors that the learner started.
 
-    def __init__(self, run_folder: Path, count: int, addresses: Addresses) -> None:
+    Attributes:
+      process: it runs in.
+      started: when, by the monotonic clock.
+      start_at: when it is to be started again; None while it runs.
+      restarts: since it last lived for `HEALTHY_SECONDS`.
+      lives: that it has had before this one.
+    """
+
+    process: "subprocess.Popen[bytes]"
+    started: float
+    start_at: float | None = None
+    restarts: int = 0
+    lives: int = 0
+
+
+class ActorProcesses:
+    """Starts a process for each actor, watches them, and starts those again that are killed."""
+
+    def __init__(
+        self, run_folder: Path, config: Config, addresses: Addresses, attendance: Attendance, version: Callable[[], int]
+    ) -> None:
         """
         Args:
           run_folder: where `config.yaml` lies and `logs/` goes.
-          count: actors.
+          config: of the run.
           addresses: where the learner listens.
+          attendance: is told of processes that ended and of those started again.
+          version: the learner's policy version.
         """
         self._folder = run_folder
-        self._count = count
+        self._count = config.actors.count
+        self._max_restarts = 0 if config.run.deterministic else config.actors.max_restarts
+        self._deterministic = config.run.deterministic
         self._addresses = addresses
+        self._attendance = attendance
+        self._version = version
 
     def run(self, stop: threading.Event) -> None:
-        """Start the processes, watch them until `stop` is set, end them."""
+        """Start the processes, watch them until `stop` is set, end them.
+
+        Raises:
+          ActorProcessError: one ended by an exception of its own, or was killed once too often.
+        """
         (self._folder / "logs").mkdir(exist_ok=True)
-        children: list[subprocess.Popen[bytes]] = []
+        children: list[_Child] = []
         try:
             for actor_id in range(self._count):
-                children.append(self._start(actor_id))
+                children.append(_Child(self._start(actor_id, 0), time.monotonic()))
             while not stop.wait(POLL_SECONDS):
                 for actor_id, child in enumerate(children):
-                    if child.poll() is not None:
-                        raise ActorProcessError(self._obituary(actor_id, child.returncode))
+                    self._look_after(actor_id, child)
         finally:
-            _end(children)
+            _end([child.process for child in children])
 
-    def _start(self, actor_id: int) -> "subprocess.Popen[bytes]":
+    def _look_after(self, actor_id: int, child: _Child) -> None:
+        now = time.monotonic()
+        if child.start_at is not None:
+            if now >= child.start_at:
+                child.start_at, child.started = None, now
+                child.lives += 1
+                child.process = self._start(actor_id, child.lives)
+                self._attendance.restarted()
+        elif (code := child.process.poll()) is not None:
+            self._attendance.departed(actor_id)
+            if now - child.started >= HEALTHY_SECONDS:
+                child.restarts = 0
+            # SIGTERM ends an actor in good order, with 0. What ends by an exception is a bug and would do so again.
+            if code > 0 or child.restarts >= self._max_restarts:
+                raise ActorProcessError(self._obituary(actor_id, code))
+            pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2**child.restarts)
+            child.restarts += 1
+            child.start_at = now + pause
+            logger.warning(
+                "actor process %d %s; it is started again in %g s (%d of at most %d times, actors.max_restarts)",
+                actor_id,
+                _how(code),
+                pause,
+                child.restarts,
+                self._max_restarts,
+            )
+
+    def _start(self, actor_id: int, lives: int) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-m", "tianji_jax.actor_process", str(self._folder / "config.yaml")]
         command += ["--actor-id", str(actor_id), "--trajectories", self._addresses.trajectories]
-        command += ["--parameters", self._addresses.parameters]
+        # The version alone could be the same as that of the life before.
+        command += ["--parameters", self._addresses.parameters, "--start", str(self._version() + lives)]
         # The interpreter puts this process's folder first on its path; a child started with -m would not see it.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        with self._log(actor_id).open("wb") as log:
+        with self._log(actor_id).open("ab" if lives else "wb") as log:
             return subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -82,10 +152,18 @@ class ActorProcesses:
         return self._folder / "logs" / f"actor-{actor_id}.log"
 
     def _obituary(self, actor_id: int, code: int) -> str:
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        why = ""
+        if code <= 0 and self._deterministic:
+            why = ", and run.deterministic cannot go on without what it had to send"
+        elif code <= 0:
+            why = f", and actors.max_restarts is {self._max_restarts}"
         path = self._log(actor_id)
         tail = path.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-        return "\n".join([f"actor process {actor_id} {how}; the end of {path}:", *tail])
+        return "\n".join([f"actor process {actor_id} {_how(code)}{why}; the end of {path}:", *tail])
+
+
+def _how(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
 def _end(children: "list[subprocess.Popen[bytes]]") -> None:
@@ -108,12 +186,20 @@ def main() -> None:
     parser.add_argument("--actor-id", type=int, required=True)
     parser.add_argument("--trajectories", required=True)
     parser.add_argument("--parameters", required=True)
+    parser.add_argument("--start", type=int, required=True, help="see Role.start")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
     stop = threading.Event()
     threading.Thread(target=_until_end_of_input, args=(stop,), name="parent watch", daemon=True).start()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    _act(arguments.config, arguments.actor_id, Addresses(arguments.trajectories, arguments.parameters), stop)
+    config, addresses = load(arguments.config), Addresses(arguments.trajectories, arguments.parameters)
+    devices = acting_devices(config)
+    blueprint = plan(config)
+    device = actor_device(config.actors.device, devices, arguments.actor_id)
+    actor = make_actor(blueprint, arguments.actor_id, device, arguments.start)
+    context = zmq.Context()
+    actor.run(*connect(blueprint, arguments.actor_id, addresses, context), stop)
+    context.destroy(linger=0)
 
 
 def _until_end_of_input(stop: threading.Event) -> None:
@@ -124,21 +210,17 @@ def _until_end_of_input(stop: threading.Event) -> None:
     os._exit(1)
 
 
-def _act(path: Path, actor_id: int, addresses: Addresses, stop: threading.Event) -> None:
-    config = load(path)
+def acting_devices(config: Config) -> list[jax.Device]:
+    """Set JAX up for a process that only acts; the accelerators that its actors may use."""
+    devices = []
     if config.actors.device == "cpu":
         # The accelerator is the learner's: a second process that merely looks at it takes memory there.
         jax.config.update("jax_platforms", "cpu")
-        devices = []
     else:
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
         devices = learner_devices(config.learner)
     use_compilation_cache(config.run.compilation_cache)
-    blueprint = plan(config)
-    actor = make_actor(blueprint, actor_id, actor_device(config.actors.device, devices, actor_id))
-    context = zmq.Context()
-    actor.run(*connect(blueprint, actor_id, addresses, context), stop)
-    context.destroy(linger=0)
+    return devices
 
 
 if __name__ == "__main__":

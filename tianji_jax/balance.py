@@ -7,10 +7,13 @@ its form here):
 
 An actor sends one trajectory for each credit. With first-in first-out consumption a trajectory granted at version `v`
 is behind at most `(max_lag + 1) * N - 1` others, so its update happens at version `v + max_lag` at the latest.
+
+What an actor that hangs was granted is taken back, and others get it. Should its trajectories come after all, they are
+taken where there is room within the law.
 """
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from tianji_jax.transport import Credit
@@ -36,6 +39,8 @@ class Balance:
         # Both in the order of granting; arrived ones wait in the learner's queues.
         self._held: list[_Grant] = []
         self._arrived: deque[int] = deque()
+        # Credits taken back from actors that may still use them. They are older than those in `_held`.
+        self._revoked: Counter[int] = Counter()
 
     @property
     def outstanding(self) -> int:
@@ -54,7 +59,8 @@ class Balance:
         with self._lock:
             for _ in range(len(self._asking)):
                 actor_id = self._asking.popleft()
-                credit = self._credit(actor_id, version)
+                # One that hangs gets nothing more before it has spent or lost what it had.
+                credit = None if self._revoked[actor_id] else self._credit(actor_id, version)
                 if credit is None:
                     self._asking.append(actor_id)
                 else:
@@ -62,17 +68,26 @@ class Balance:
                     granted.append((actor_id, credit))
         return granted
 
-    def arrive(self, actor_id: int, policy_version: int) -> None:
-        """A trajectory came for a credit."""
+    def arrive(self, actor_id: int, policy_version: int) -> bool:
+        """A trajectory came for a credit; False when that had been taken back and there is no room for it now."""
         with self._lock:
-            self._take_back(actor_id)
+            if not self._take_back(actor_id) and len(self._held) + len(self._arrived) >= self.limit:
+                return False
             self._arrived.append(policy_version)
+        return True
 
     def lose(self, actor_id: int, trajectories: int = 1) -> None:
-        """Trajectories that an actor held credits for will not come."""
+        """Trajectories that an actor had credits for will not come."""
         with self._lock:
             for _ in range(trajectories):
                 self._take_back(actor_id)
+
+    def revoke(self, actor_id: int) -> None:
+        """An actor hangs, or cannot be reached: what it holds goes to the others."""
+        with self._lock:
+            kept = [grant for grant in self._held if grant.actor_id != actor_id]
+            self._revoked[actor_id] += len(self._held) - len(kept)
+            self._held = kept
 
     def release(self, trajectories: int = 1) -> None:
         """Arrived trajectories, oldest first, left the queues: consumed, dropped or rejected."""
@@ -85,6 +100,7 @@ class Balance:
         with self._lock:
             self._held = [grant for grant in self._held if grant.actor_id != actor_id]
             self._asking = deque(asking for asking in self._asking if asking != actor_id)
+            del self._revoked[actor_id]
 
     def can_reuse(self, version: int) -> bool:
         """Whether one more update at `version`, on no new data, leaves everything in flight within `max_lag`."""
@@ -100,6 +116,11 @@ class Balance:
             return None
         return Credit(version)
 
-    def _take_back(self, actor_id: int) -> None:
+    def _take_back(self, actor_id: int) -> bool:
+        """Settle an actor's oldest credit; whether that still counted."""
+        if self._revoked[actor_id]:
+            self._revoked[actor_id] -= 1
+            return False
         index = next(index for index, grant in enumerate(self._held) if grant.actor_id == actor_id)
         del self._held[index]
+        return True

@@ -226,6 +226,7 @@ class Publisher:
     def publish(self, version: int, params: PyTree) -> None:
         """Fetch parameters from the devices and give them to the actors."""
         self._server.publish(version, jax.tree.map(np.asarray, params))
+        self._pipeline.published = version
 
     def _check(self, bad_updates: int) -> None:
         if bad_updates >= self._max_bad_updates:

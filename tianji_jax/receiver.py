@@ -4,12 +4,14 @@ import logging
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 
+from tianji_jax.attendance import Attendance
 from tianji_jax.balance import Balance
 from tianji_jax.device_queue import Arrival, DeviceQueue
+from tianji_jax.lock_step import Order
 from tianji_jax.metrics import Meter
 from tianji_jax.staleness import Ledger, StalenessFilter, Verdict
 from tianji_jax.transport import Arrived, Event, Joined, Lost, MessageRejected, Requested, TrajectoryServer
@@ -23,14 +25,18 @@ class Pipeline:
 
     Attributes:
       version: the learner's policy version; only the learner writes it.
+      published: the newest version that actors can have, -1 before there is any; only the publisher writes it.
     """
 
-    def __init__(self, staleness: StalenessFilter, balance: Balance, meter: Meter) -> None:
+    def __init__(
+        self, staleness: StalenessFilter, balance: Balance, meter: Meter, ledger: Ledger, version: int = 0
+    ) -> None:
         self.staleness = staleness
         self.balance = balance
-        self.ledger = Ledger()
+        self.ledger = ledger
         self.meter = meter
-        self.version = 0
+        self.version = version
+        self.published = -1
         self.wake: Callable[[], None] = lambda: None
 
     def drop(self, arrival: Arrival) -> None:
@@ -38,6 +44,12 @@ class Pipeline:
         self.ledger.drop()
         self.meter.experience(arrival.steps, arrival.episodes)
         self.release(1)
+
+    def turn_away(self, arrival: Arrival) -> None:
+        """A trajectory came so late that others have its place: its steps were taken, nobody learns from them."""
+        self.ledger.queue()
+        self.ledger.drop()
+        self.meter.experience(arrival.steps, arrival.episodes)
 
     def release(self, trajectories: int) -> None:
         """Return the credits of trajectories that left the queues and let the receiver hand them out."""
@@ -48,44 +60,80 @@ class Pipeline:
 class Receiver:
     """Serves the trajectory stream. While `run` runs, no other thread touches the socket."""
 
-    def __init__(self, server: TrajectoryServer, pipeline: Pipeline, lock_step_actors: int | None = None) -> None:
+    def __init__(
+        self, server: TrajectoryServer, pipeline: Pipeline, attendance: Attendance, order: Order | None = None
+    ) -> None:
         """
         Args:
           server: the socket.
           pipeline: shared with batcher and learner.
-          lock_step_actors: the number of actors when trajectories are to be released in (sequence, actor) order; None
-            to release them as they come.
+          attendance: of the actors.
+          order: in which trajectories are to be released (lock-step); None to release them as they come.
         """
         self._server = server
         self._pipeline = pipeline
-        self._order = None if lock_step_actors is None else _Order(lock_step_actors)
-        # Never full: only trajectories with a credit get in, and there are only so many credits.
+        self._attendance = attendance
+        self._order = order
+        # Never full: only trajectories that count within the law get in.
         self.ready: queue.Queue[Arrival] = queue.Queue(pipeline.balance.limit)
         self._complaints: Counter[tuple[int | None, str]] = Counter()
         pipeline.wake = server.wake
 
     def run(self, stop: threading.Event) -> None:
-        """Serve actors until `stop` is set."""
-        balance = self._pipeline.balance
+        """Serve actors until `stop` is set.
+
+        Raises:
+          NoActorsError: nobody has acted for `actors.wait_seconds`.
+        """
+        balance, attendance = self._pipeline.balance, self._attendance
         while not stop.is_set():
-            for event in self._server.poll(POLL_SECONDS):
+            for actor_id in attendance.take_departed():
+                self._depart(actor_id)
+            events = self._server.poll(POLL_SECONDS)
+            attendance.tick()
+            for event in events:
                 self._handle(event)
             for actor_id, credit in balance.grants(self._pipeline.version):
-                if not self._server.grant(actor_id, credit):
+                if self._server.grant(actor_id, credit):
+                    attendance.granted(actor_id, credit.version)
+                else:
                     balance.lose(actor_id)
+                    attendance.left(actor_id)
+            self._look_around()
+
+    def _look_around(self) -> None:
+        pipeline, attendance = self._pipeline, self._attendance
+        for actor_id in attendance.overdue(pipeline.published):
+            if self._order is None:
+                pipeline.balance.revoke(actor_id)
+        for actor_id in attendance.unheard():
+            if not self._server.reaches(actor_id):
+                self._depart(actor_id)
+        attendance.listen(self._server.heard, waiting=pipeline.published < pipeline.version)
+
+    def _depart(self, actor_id: int) -> None:
+        """An actor cannot be reached. If it is only its connection that is gone, it may still use what it holds."""
+        logger.info("actor %d is gone", actor_id)
+        self._attendance.left(actor_id)
+        if self._order is None:
+            self._pipeline.balance.revoke(actor_id)
 
     def _handle(self, event: Event) -> None:
-        balance = self._pipeline.balance
+        balance, attendance = self._pipeline.balance, self._attendance
         match event:
             case Joined(actor_id):
                 balance.leave(actor_id)
+                attendance.joined(actor_id)
             case Requested(actor_id):
                 balance.request(actor_id)
+                attendance.requested(actor_id)
             case Lost(actor_id, trajectories):
                 balance.lose(actor_id, trajectories)
+                attendance.lost(actor_id, trajectories)
             case MessageRejected(actor_id, reason, detail, spent):
                 if spent and actor_id is not None:
                     balance.lose(actor_id)
+                    attendance.lost(actor_id)
                 self._reject(actor_id, reason, detail)
             case Arrived():
                 self._arrive(event)
@@ -96,13 +144,17 @@ class Receiver:
         if verdict is Verdict.FUTURE:
             self._server.refetch(event.actor_id)
             pipeline.balance.lose(event.actor_id)
+            self._attendance.lost(event.actor_id)
             detail = f"policy version {stamp.policy_version} is ahead of the learner's {pipeline.version}"
             self._reject(event.actor_id, "future", detail)
             return
         pipeline.meter.acted(event.seconds)
-        pipeline.balance.arrive(event.actor_id, stamp.policy_version)
+        self._attendance.arrived(event.actor_id)
         steps = int(np.count_nonzero(event.trajectory.valid))
         arrival = Arrival(stamp, event.trajectory, event.episodes, steps)
+        if not pipeline.balance.arrive(event.actor_id, stamp.policy_version):
+            pipeline.turn_away(arrival)
+            return
         pipeline.ledger.queue()
         if verdict is Verdict.TOO_OLD:
             pipeline.drop(arrival)
@@ -116,22 +168,6 @@ class Receiver:
         if self._complaints[actor_id, reason] == 1:
             who = "an unknown peer" if actor_id is None else f"actor {actor_id}"
             logger.warning("rejected a message of %s (%s): %s", who, reason, detail)
-
-
-class _Order:
-    """Holds trajectories back until their turn in (sequence, actor) order comes."""
-
-    def __init__(self, actors: int) -> None:
-        self._actors = actors
-        self._next = 0
-        self._waiting: dict[int, Arrival] = {}
-
-    def add(self, arrival: Arrival) -> Iterator[Arrival]:
-        stamp = arrival.stamp
-        self._waiting[stamp.sequence * self._actors + stamp.actor_id] = arrival
-        while self._next in self._waiting:
-            yield self._waiting.pop(self._next)
-            self._next += 1
 
 
 class Batcher:

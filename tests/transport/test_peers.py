@@ -23,7 +23,7 @@ from tianji_jax.transport import (
     TrajectoryClient,
     TrajectoryServer,
 )
-from tianji_jax.transport.peers import ACTOR_LIMIT, REJECTION_LIMIT, Offenders, Peer, Table, actor_identity
+from tianji_jax.transport.peers import ACTOR_LIMIT, ID_LIMIT, REJECTION_LIMIT, Offenders, Peer, Table, actor_identity
 from tianji_jax.types import Stamp
 
 
@@ -191,8 +191,8 @@ def test_a_table_forgets_the_one_set_longest_ago() -> None:
     ("identity", "actor_id"),
     [
         (actor_identity(0), 0),
-        (actor_identity(ACTOR_LIMIT - 1), ACTOR_LIMIT - 1),
-        (actor_identity(ACTOR_LIMIT), None),
+        (actor_identity(ID_LIMIT - 1), ID_LIMIT - 1),
+        (actor_identity(ID_LIMIT), None),
         (b"5", None),
         (b"5-", None),
         (b"-5-0123456789abcdef", None),

@@ -12,13 +12,13 @@ from tianji_jax.transport.keys import (
     make_keys,
 )
 from tianji_jax.transport.parameters import ParameterClient, ParameterServer, VersionGone
-from tianji_jax.transport.peers import ACTOR_LIMIT
+from tianji_jax.transport.peers import ID_LIMIT
 from tianji_jax.transport.router import Outside
 from tianji_jax.transport.sockets import is_loopback, local_address
 from tianji_jax.transport.trajectories import TrajectoryClient, TrajectoryServer
 
 __all__ = [
-    "ACTOR_LIMIT",
+    "ID_LIMIT",
     "PROTOCOL",
     "Arrived",
     "Authenticator",

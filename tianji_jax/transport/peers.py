@@ -8,8 +8,11 @@ from typing import NamedTuple, TypeVar
 K = TypeVar("K")
 V = TypeVar("V")
 
+ID_LIMIT = 10**9
+"""Actor ids are below this: so many that actors of other hosts can draw one and not meet."""
+
 ACTOR_LIMIT = 65_536
-"""Actor ids are below this. A table with an entry per actor has as many: some ten megabytes, whatever peers claim."""
+"""Actors at a time. A table with an entry per actor has as many: some ten megabytes, whatever peers claim."""
 
 REJECTION_LIMIT = 100
 """Rejected messages after which a peer is cut off. More than any mishap makes (a learner that restarts rejects a few of
@@ -30,8 +33,8 @@ class Peer(NamedTuple):
     @property
     def actor_id(self) -> int | None:
         """The id that an actor claims to have; None when the identity is not one of `actor_identity`."""
-        match = re.fullmatch(rb"(\d{1,5})-[0-9a-f]{16}", self.identity)
-        return int(match[1]) if match and int(match[1]) < ACTOR_LIMIT else None
+        match = re.fullmatch(rb"(\d{1,9})-[0-9a-f]{16}", self.identity)
+        return int(match[1]) if match else None
 
 
 def actor_identity(actor_id: int) -> bytes:

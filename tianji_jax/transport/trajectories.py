@@ -27,7 +27,7 @@ from tianji_jax.transport.events import (
     read_seconds,
 )
 from tianji_jax.transport.keys import ClientKeys, connect
-from tianji_jax.transport.peers import REJECTION_LIMIT, Offenders, Peer, actor_identity
+from tianji_jax.transport.peers import REJECTION_LIMIT, Offenders, Peer, Table, actor_identity
 from tianji_jax.transport.router import OUTSIDE, Outside, Router
 from tianji_jax.transport.sockets import milliseconds, open_socket, receive
 from tianji_jax.types import Episode, PyTree, Stamp, Trajectory
@@ -50,19 +50,28 @@ class TrajectoryClient:
     """An actor's end of the stream; belongs to one thread."""
 
     def __init__(
-        self, address: str, actor_id: int, codec: Codec, context: zmq.Context, keys: ClientKeys | None = None
+        self,
+        address: str,
+        actor_id: int,
+        codec: Codec,
+        context: zmq.Context,
+        keys: ClientKeys | None = None,
+        patient: bool = False,
     ) -> None:
         """Connect to `address` (the server may come later; over tcp and ipc it may also come again).
 
         Args:
           address: the server's `endpoint`.
-          actor_id: unique among the learner's actors, from 0 to `ACTOR_LIMIT` - 1.
+          actor_id: unique among the learner's actors, from 0 to `ID_LIMIT` - 1.
           codec: for `Trajectory`, of the same spec and settings as the server's.
           context: the server's own when the address is `inproc://`.
           keys: for a server that asks for them.
+          patient: wait for a server that is away as long as it takes, and queue nothing for it meanwhile: one that
+            comes again would find what was meant for its predecessor.
         """
         self.address = address
         self.actor_id = actor_id
+        self._patient = patient
         self._codec = codec
         self._requested = 0
         self._received = 0
@@ -74,6 +83,7 @@ class TrajectoryClient:
         self._episodes: list[Episode] = []
         self._socket = open_socket(context, zmq.DEALER, codec.message_limit)
         self._socket.routing_id = actor_identity(actor_id)
+        self._socket.immediate = patient
         connect(self._socket, address, keys)
 
     def hello(self, stop: threading.Event, timeout: float, sequence: int = 0) -> None:
@@ -141,7 +151,7 @@ class TrajectoryClient:
 
         Raises:
           ValueError: the trajectory is not as the spec says.
-          TimeoutError: the queue has been full for `SEND_SECONDS`.
+          TimeoutError: the queue has been full for `SEND_SECONDS`, and the client is not patient.
         """
         self._episodes += episodes
         now, later = self._episodes[:EPISODES_LIMIT], self._episodes[EPISODES_LIMIT:]
@@ -173,9 +183,16 @@ class TrajectoryClient:
 
     def _say_request(self) -> None:
         self._repeat_at = time.monotonic() + REPEAT_SECONDS
-        self._say({"kind": "request", "requested": self._requested})
+        self._say({"kind": "request", "requested": self._requested, "sequence": self._sequence})
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a server to send to; known only to a `patient` client."""
+        return bool(self._socket.poll(0, zmq.POLLOUT))
 
     def _say(self, fields: Header) -> None:
+        if self._patient and not self._socket.poll(milliseconds(POLL_SECONDS), zmq.POLLOUT):
+            return  # it will be repeated
         self._send([self._codec.encode_header({"received": self._received, **fields})])
 
     def _send(self, frames: list[Frame]) -> None:
@@ -183,7 +200,7 @@ class TrajectoryClient:
         while not self._socket.poll(milliseconds(POLL_SECONDS), zmq.POLLOUT):
             if self._stop.is_set():
                 return
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= deadline and not self._patient:
                 raise TimeoutError(f"{self.address} has taken no message for {SEND_SECONDS} s")
         self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
 
@@ -239,6 +256,7 @@ class TrajectoryServer:
 
     Attributes:
       endpoint: the address to connect to.
+      heard: messages of actors that have joined so far, their repeats included.
     """
 
     def __init__(self, address: str, codec: Codec, context: zmq.Context, outside: Outside | None = None) -> None:
@@ -250,7 +268,8 @@ class TrajectoryServer:
         """
         self._codec = codec
         self._outside_ids = range(0) if outside is None else outside.actor_ids
-        self._actors: dict[int, _Actor] = {}
+        self.heard = 0
+        self._actors: Table[int, _Actor] = Table()  # one that is forgotten is asked to say hello again
         self._offenders = Offenders()
         self._router = Router(address, context, codec.message_limit, outside)
         self.endpoint = self._router.endpoint
@@ -282,6 +301,11 @@ class TrajectoryServer:
         actor = self._actors.get(actor_id)
         return actor is not None and self._say(actor.peer, {"kind": "refetch"})
 
+    def reaches(self, actor_id: int) -> bool:
+        """Whether an actor is connected; it may hang all the same."""
+        actor = self._actors.get(actor_id)
+        return actor is not None and self._say(actor.peer, {"kind": "welcome"})
+
     def wake(self) -> None:
         """Make the `poll` in progress, or else the next, return at once; callable from any thread."""
         self._router.wake()
@@ -291,10 +315,10 @@ class TrajectoryServer:
         self._router.close()
 
     def _take(self, peer: Peer, frames: list[zmq.Frame], events: list[Event]) -> None:
-        actor_id, actor, unspent = peer.actor_id, None, 0
         if self._offenders.cut_off(peer):
-            events.append(MessageRejected(actor_id, "cut_off", "it is not listened to any more", spent=False))
+            events.append(MessageRejected(None, "cut_off", "it is not listened to any more", spent=False))
             return
+        actor_id, actor, unspent = peer.actor_id, None, 0
         try:
             if actor_id is None or not frames:
                 raise Rejected("malformed", f"message of {len(frames)} frames from {peer.identity!r:.40}")
@@ -307,7 +331,8 @@ class TrajectoryServer:
                 self._on_message(actor_id, actor, header, frames[1:], events)
         except Rejected as error:
             spent = actor is not None and actor.unspent < unspent
-            events.append(MessageRejected(actor_id, error.reason, error.detail, spent))
+            # An id that is merely claimed is not told: who keeps accounts by id would keep one for every invention.
+            events.append(MessageRejected(actor_id if actor else None, error.reason, error.detail, spent))
             self._on_rejection(peer, error, events)
 
     def _known(self, actor_id: int, peer: Peer, header: Header) -> _Actor:
@@ -316,6 +341,7 @@ class TrajectoryServer:
             raise Rejected("unknown", f"{header['kind']!r:.40} from an actor that has not said hello")
         if actor.peer != peer:
             raise Rejected("replaced", f"another actor {actor_id} has said hello since")
+        self.heard += 1
         return actor
 
     def _on_rejection(self, peer: Peer, error: Rejected, events: list[Event]) -> None:
@@ -341,12 +367,13 @@ class TrajectoryServer:
             raise Rejected("actor_id", f"actor id {actor_id} may not come from there; from outside {may}")
         if header.get("fingerprint") != self._codec.fingerprint:
             difference = self._codec.difference(str(header.get("description")))
-            raise Rejected("fingerprint", f"the actor's configuration does not fit the learner's: {difference}")
+            raise Rejected("fingerprint", f"actor {actor_id}'s configuration does not fit the learner's: {difference}")
         received, sequence = read_int(header, "received"), read_int(header, "sequence")
         known = self._actors.get(actor_id)
         if known is None or known.peer != peer:
             self._actors[actor_id] = _Actor(peer, sequence, requested=received, granted=received)
             events.append(Joined(actor_id))
+        self.heard += 1
         self._say(peer, {"kind": "welcome"})
 
     def _on_message(
@@ -356,7 +383,15 @@ class TrajectoryServer:
         while actor.sent and actor.sent[0][0] <= received:
             actor.sent.popleft()
         if header["kind"] == "request":
-            events += self._on_request(actor_id, actor, read_int(header, "requested"))
+            sequence, requested = read_int(header, "sequence"), read_int(header, "requested")
+            requests = self._on_request(actor_id, actor, requested)
+            # What it sent before came before, or never will.
+            lost = min(sequence - actor.sequence, actor.unspent)
+            if lost > 0:
+                actor.sequence += lost
+                actor.unspent -= lost
+                events.append(Lost(actor_id, lost))
+            events += requests
         elif header["kind"] == "trajectory":
             self._on_trajectory(actor_id, actor, header, payload, events)
         else:
@@ -380,6 +415,7 @@ class TrajectoryServer:
         if sequence < actor.sequence:
             raise Rejected("replayed", f"sequence {sequence} again; {actor.sequence} is expected")
         if not actor.unspent:
+            actor.sequence = sequence + 1
             raise Rejected("uncredited", f"sequence {sequence} of an actor without credit")
         lost = min(sequence - actor.sequence, actor.unspent - 1)
         if lost:
