@@ -1,4 +1,4 @@
-"""The command line: `tianji train`, `tianji config`, `tianji keys`, `tianji environments`."""
+"""The command line: `tianji train`, `tianji actor`, `tianji config`, `tianji keys`, `tianji environments`."""
 
 import argparse
 import logging
@@ -47,6 +47,14 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("overrides", nargs="*", help=overrides)
     train.set_defaults(command=_train)
 
+    actor = commands.add_parser("actor", help="act for a learner that runs elsewhere (its actors.listen)")
+    actor.add_argument("config", help="a YAML file that agrees with the learner's")
+    actor.add_argument("overrides", nargs="*", help=overrides)
+    actor.add_argument("--connect", metavar="tcp://HOST:PORT", required=True, help="where the learner listens")
+    actor.add_argument("--count", type=int, default=1, metavar="K", help="actors, each a thread of this process")
+    actor.add_argument("--id", type=int, help="of the first actor; drawn when it is not given")
+    actor.set_defaults(command=_actor)
+
     config = commands.add_parser("config", help="check a configuration and print it with every default")
     config.add_argument("config", help="a YAML file")
     config.add_argument("overrides", nargs="*", help=overrides)
@@ -72,15 +80,30 @@ def _train(options: argparse.Namespace) -> int:
     try:
         result = train(load(options.config, options.overrides))
     except WorkerError as error:
-        cause = error.__cause__ or error
-        traceback.print_exception(cause)
-        print(f"tianji: {error}", file=sys.stderr)
-        return FAILED
+        return _failed(error)
     outcome = "no episode finished" if result.episode_return is None else f"return {result.episode_return:,.1f}"
     print(
         f"{'solved: ' if result.solved else ''}{outcome} after {result.environment_steps:,} environment steps and "
         f"{result.seconds:.1f} s; {result.path}"
     )
+    return 0
+
+
+def _failed(error: Exception) -> int:
+    traceback.print_exception(error.__cause__ or error)
+    print(f"tianji: {error}", file=sys.stderr)
+    return FAILED
+
+
+def _actor(options: argparse.Namespace) -> int:
+    from tianji_jax.config import load
+    from tianji_jax.remote_actor import act
+    from tianji_jax.worker import WorkerError
+
+    try:
+        act(load(options.config, options.overrides), options.connect, options.count, options.id)
+    except WorkerError as error:
+        return _failed(error)
     return 0
 
 
