@@ -124,8 +124,8 @@ def test_an_error_in_any_thread_reaches_the_caller(tmp_path: Path, part: str, mo
     assert time.monotonic() - began < SECONDS
 
 
-def test_a_killed_actor_process_ends_the_run_and_is_named(start: Start, tmp_path: Path) -> None:
-    path = write(tmp_path, ENDLESS, {"actors": {"placement": "process", "count": 2}})
+def test_an_actor_process_killed_once_too_often_ends_the_run_and_is_named(start: Start, tmp_path: Path) -> None:
+    path = write(tmp_path, ENDLESS, {"actors": {"placement": "process", "count": 2, "max_restarts": 0}})
     process = start(path)
     until_training(path, process)
     children = descendants(process)

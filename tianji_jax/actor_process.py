@@ -113,6 +113,7 @@ class ActorProcesses:
                 self._attendance.restarted()
         elif (code := child.process.poll()) is not None:
             self._attendance.departed(actor_id)
+            _let_go(child.process)
             if now - child.started >= HEALTHY_SECONDS:
                 child.restarts = 0
             # SIGTERM ends an actor in good order, with 0. What ends by an exception is a bug and would do so again.
@@ -166,10 +167,15 @@ def _how(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
+def _let_go(process: "subprocess.Popen[bytes]") -> None:
+    """End a child's standard input, at which it ends."""
+    assert process.stdin is not None
+    process.stdin.close()
+
+
 def _end(children: "list[subprocess.Popen[bytes]]") -> None:
     for child in children:
-        if child.stdin is not None:
-            child.stdin.close()
+        _let_go(child)
     deadline = time.monotonic() + END_SECONDS
     for child in children:
         try:

@@ -58,6 +58,8 @@ class Attendance:
     Attributes:
       restarts: actors that were started again.
       hung: actors that hang now.
+      trajectories_lost: for which credits were given, and which are known never to come: an actor was killed or began
+        anew before it sent them, or they were lost with a connection.
     """
 
     def __init__(self, config: ActorsConfig, lock_step: bool = False) -> None:
@@ -66,7 +68,7 @@ class Attendance:
           config: how long to wait for whom.
           lock_step: nothing is taken back from an actor that hangs; it is only reported.
         """
-        self.restarts = self.hung = 0
+        self.restarts = self.hung = self.trajectories_lost = 0
         self._config = config
         self._lock_step = lock_step
         self._actors: dict[int, _Actor] = {}

@@ -95,12 +95,18 @@ class Balance:
             for _ in range(trajectories):
                 self._arrived.popleft()
 
-    def leave(self, actor_id: int) -> None:
-        """An actor is gone, or begins anew: what it held and asked for goes back to the others."""
+    def leave(self, actor_id: int) -> int:
+        """An actor begins anew: what it held and asked for goes back to the others.
+
+        Returns:
+          How many trajectories that it had credits for, taken back or not, will never come.
+        """
         with self._lock:
+            lost = self._revoked[actor_id] + sum(grant.actor_id == actor_id for grant in self._held)
             self._held = [grant for grant in self._held if grant.actor_id != actor_id]
             self._asking = deque(asking for asking in self._asking if asking != actor_id)
             del self._revoked[actor_id]
+        return lost
 
     def can_reuse(self, version: int) -> bool:
         """Whether one more update at `version`, on no new data, leaves everything in flight within `max_lag`."""

@@ -122,7 +122,7 @@ class Receiver:
         balance, attendance = self._pipeline.balance, self._attendance
         match event:
             case Joined(actor_id):
-                balance.leave(actor_id)
+                attendance.trajectories_lost += balance.leave(actor_id)
                 attendance.joined(actor_id)
             case Requested(actor_id):
                 balance.request(actor_id)
@@ -130,6 +130,7 @@ class Receiver:
             case Lost(actor_id, trajectories):
                 balance.lose(actor_id, trajectories)
                 attendance.lost(actor_id, trajectories)
+                attendance.trajectories_lost += trajectories
             case MessageRejected(actor_id, reason, detail, spent):
                 if spent and actor_id is not None:
                     balance.lose(actor_id)

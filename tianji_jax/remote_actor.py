@@ -137,10 +137,10 @@ def act(config: Config, address: str, count: int = 1, actor_id: int | None = Non
         raise ConfigError("run.deterministic: in lock-step only the learner's own actors take part")
     # The cores of this host are shared among the actors that run here.
     config = config.model_copy(update={"actors": config.actors.model_copy(update={"count": count})})
+    client_keys(config, addresses)
     with interrupts() as interruption:
         devices = acting_devices(config)
         blueprint = plan(config)
-        client_keys(config, addresses)
         context = zmq.Context()
         workers = Workers()
         interruption.stop_by(workers.stop)
