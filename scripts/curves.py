@@ -60,7 +60,7 @@ def draw(curves: Sequence[Curve], title: str, goal: float | None, output: Path) 
     right.set_xlabel("minutes" if longest > 300 else "seconds")
     if len(labels) > 1:
         handles = [plt.Line2D([], [], color=colours[label]) for label in labels]
-        right.legend(handles, labels, frameon=False)
+        figure.legend(handles, labels, frameon=False, loc="outside right upper")
     figure.suptitle(title, fontsize=11)
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=110)
@@ -72,6 +72,8 @@ def _decorate(axes: Axes, goal: float | None) -> None:
     axes.set_xlim(left=0)
     if goal is not None:
         axes.axhline(goal, color="0.5", linewidth=1, linestyle="--")
+        left = axes.get_yaxis_transform()
+        axes.text(0.01, goal, f"goal {goal:g}", color="0.4", fontsize=8, va="bottom", transform=left)
 
 
 def main() -> None:
