@@ -21,7 +21,7 @@ from tianji_jax.transport import (
     TrajectoryClient,
     TrajectoryServer,
 )
-from tianji_jax.transport.trajectories import EPISODES_LIMIT, REPEAT_SECONDS
+from tianji_jax.transport.trajectory_client import EPISODES_LIMIT, REPEAT_SECONDS
 from tianji_jax.types import Episode, Stamp
 
 

@@ -15,7 +15,8 @@ from tianji_jax.transport.parameters import ParameterClient, ParameterServer, Ve
 from tianji_jax.transport.peers import ID_LIMIT
 from tianji_jax.transport.router import Outside
 from tianji_jax.transport.sockets import is_loopback, local_address
-from tianji_jax.transport.trajectories import TrajectoryClient, TrajectoryServer
+from tianji_jax.transport.trajectories import TrajectoryServer
+from tianji_jax.transport.trajectory_client import TrajectoryClient
 
 __all__ = [
     "ID_LIMIT",
