@@ -43,3 +43,8 @@ def train(config: Config) -> tuple[tianji_jax.Result, list[dict[str, Any]]]:
     result = tianji_jax.train(config, show=False)
     lines = (result.path / "metrics.jsonl").read_text().splitlines()
     return result, [json.loads(line) for line in lines]
+
+
+def values(reports: list[dict[str, Any]], name: str) -> list[Any]:
+    """All values of a figure that is not in every report (one without an update since the last has no lag)."""
+    return [report[name] for report in reports if name in report]

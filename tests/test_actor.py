@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -11,8 +10,9 @@ import numpy as np
 import pytest
 import zmq
 
-from tianji_jax.actor import Actor, TrajectoryBuilder, acting_spec
-from tianji_jax.environments import make, make_spec
+from tianji_jax.actor import Actor, Role, TrajectoryBuilder, acting_spec
+from tianji_jax.environments import Environments, make, make_spec
+from tianji_jax.lock_step import Schedule
 from tianji_jax.testing import TrivialAgent
 from tianji_jax.transport import (
     Arrived,
@@ -40,14 +40,18 @@ class Learner:
         params, extras, state = acting_spec(self.agent, env_spec.observation)
         self.spec = trajectory_spec(env_spec, T, B, extras, state)
         self.context = zmq.Context()
-        codec, parameter_codec = Codec(self.spec, "t"), Codec(params, "p")
+        codec, parameter_codec = Codec(self.spec, {}), Codec(params, {})
         self.server = TrajectoryServer("inproc://trajectories", codec, self.context)
         self.parameters = ParameterServer("inproc://parameters", parameter_codec, self.context, keep=4)
         size = B // 2 if double_buffered else B
-        pools = [
-            partial(make, NAME, options, num_environments=size, seed=seed, threads=1) for seed in range(0, B, size)
-        ]
-        self.actor = Actor(self.agent, pools, self.spec, jax.devices()[0], 0, 3, lock_step)
+
+        def pools(start: int) -> list[Environments]:
+            return [
+                make(NAME, options, num_environments=size, seed=start + seed, threads=1) for seed in range(0, B, size)
+            ]
+
+        schedule = Schedule(actors=4, trajectories_per_update=4, max_lag=100) if lock_step else None
+        self.actor = Actor(self.agent, pools, self.spec, jax.devices()[0], Role(3, 0, 0, schedule))
         self.connect = lambda: (
             TrajectoryClient(self.server.endpoint, 3, codec, self.context),
             ParameterClient(self.parameters.endpoint, parameter_codec, self.context, exact=lock_step),

@@ -17,7 +17,7 @@ from tianji_jax.learner import Learner, Outputs, Publisher, init_state, update_s
 from tianji_jax.metrics import Meter
 from tianji_jax.parallel import Parallel
 from tianji_jax.receiver import Pipeline
-from tianji_jax.staleness import StalenessFilter
+from tianji_jax.staleness import Ledger, StalenessFilter
 from tianji_jax.types import ArraySpec, Batch, DiscreteActions, EnvSpec, Stamp, Trajectory, trajectory_spec
 
 T, B = 4, 4
@@ -78,12 +78,13 @@ class Rig:
         shard_spec = assembler.shard_spec(SPEC)
         self.meter = Meter()
         # More credit than the law allows: these tests want to see what happens when it is broken.
-        self.pipeline = Pipeline(StalenessFilter(config.fresh_lag, config.max_lag), Balance(8, 1), self.meter)
+        judge = StalenessFilter(config.fresh_lag, config.max_lag)
+        self.pipeline = Pipeline(judge, Balance(8, 1), self.meter, Ledger())
         self.queue = DeviceQueue(self.parallel, assembler, shard_spec, capacity=8)
         self.published: list[int] = []
         self.publisher = Publisher(self, self.pipeline, max_bad_updates=3)  # type: ignore[arg-type]
         state = self.parallel.init(lambda: init_state(self.agent, 0))
-        step = self.parallel.lower(update_step(self.agent, config), state, shard_spec).compile()
+        step = self.parallel.lower(update_step(self.agent, config), self.parallel.spec(state), shard_spec).compile()
         self.learner = Learner(state, step, self.queue, self.pipeline, balance or BalanceConfig(), self.publisher)
         self.stop = threading.Event()
 

@@ -54,7 +54,7 @@ def updated(agent: Any, devices: int, mode: Any, updates: int = 2) -> tuple[Lear
     assembler = BatchAssembler(spec, 2, devices)
     learner = parallel.init(lambda: init_state(agent, 0))
     staleness = StalenessConfig(fresh_lag=0, max_lag=4)
-    step = parallel.lower(update_step(agent, staleness), learner, assembler.shard_spec(spec)).compile()
+    step = parallel.lower(update_step(agent, staleness), parallel.spec(learner), assembler.shard_spec(spec)).compile()
     arrivals = make_arrivals(agent, spec, 2 * updates)
     for index in range(updates):
         shards = parallel.shard(assembler.assemble(arrivals[2 * index : 2 * index + 2]))
@@ -93,7 +93,7 @@ def test_the_mean_gradient_is_the_gradient_of_the_mean(mode: Any) -> None:
         gradient = jax.lax.pmean(jax.grad(lambda w: jnp.mean(w * x))(state), "data")
         return state - gradient, gradient
 
-    compiled = parallel.lower(step, jnp.zeros(()), ArraySpec((1,), np.dtype(np.float32))).compile()
+    compiled = parallel.lower(step, parallel.spec(jnp.zeros(())), ArraySpec((1,), np.dtype(np.float32))).compile()
     state, gradient = compiled(parallel.replicate(np.float32(0)), parallel.shard([data[i : i + 1] for i in range(4)]))
     assert float(gradient) == pytest.approx(data.mean())
     assert float(state) == pytest.approx(-data.mean())
@@ -108,7 +108,9 @@ def test_published_parameters_outlive_the_next_update(mode: Any) -> None:
     spec = trajectory_spec(agent.env_spec, T, B, extras, state)
     assembler = BatchAssembler(spec, 1, 2)
     learner = parallel.init(lambda: init_state(agent, 0))
-    step = parallel.lower(update_step(agent, StalenessConfig()), learner, assembler.shard_spec(spec)).compile()
+    step = parallel.lower(
+        update_step(agent, StalenessConfig()), parallel.spec(learner), assembler.shard_spec(spec)
+    ).compile()
     shards = parallel.shard(assembler.assemble(make_arrivals(agent, spec, 1)))
     initial = first_params(agent, learner)
     before = jax.tree.map(np.array, initial)

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 
 from tianji_jax.agent import Agent
 from tianji_jax.environments import Environments, Step
+from tianji_jax.lock_step import Schedule
 from tianji_jax.transport import Credit, ParameterClient, TrajectoryClient
 from tianji_jax.types import ArraySpec, Episode, PyTree, Stamp, Trajectory
 from tianji_jax.worker import POLL_SECONDS
@@ -79,6 +81,24 @@ class Seconds(NamedTuple):
     sending: float = 0.0
 
 
+@dataclass(frozen=True)
+class Role:
+    """Which actor of a run this is, and which of its lives.
+
+    Attributes:
+      actor_id: from 0; actors of one run sample their actions independently.
+      seed: of the run.
+      start: different in each life of the actor, so that none repeats another; in lock-step the policy version at which
+        it begins.
+      schedule: of a run in lock-step: act with exactly the version a credit names, and begin anew when it says so.
+    """
+
+    actor_id: int
+    seed: int
+    start: int = 0
+    schedule: Schedule | None = None
+
+
 class Actor:
     """Owns environments and a copy of the policy; acts as long as it is given credits.
 
@@ -88,43 +108,39 @@ class Actor:
     def __init__(
         self,
         agent: Agent,
-        environments: Sequence[Callable[[], Environments]],
+        environments: Callable[[int], Sequence[Environments]],
         spec: PyTree,
         device: jax.Device,
-        seed: int,
-        actor_id: int,
-        lock_step: bool,
+        role: Role,
     ) -> None:
         """
         Args:
           agent: the agent.
-          environments: makes each half of the environments (or the whole, when not double-buffered).
+          environments: makes both halves of the environments (or the whole, when not double-buffered) for a `start`.
           spec: of a trajectory, `ArraySpec` leaves.
           device: where the policy runs.
-          seed: of the run.
-          actor_id: from 0; actors of one run sample their actions independently.
-          lock_step: act with exactly the version a credit names, not with the newest.
+          role: which actor it is.
         """
         self._agent = agent
         self._make = environments
         self._spec = spec
         self._device = device
         self._builder = TrajectoryBuilder(spec)
-        self._actor_id = actor_id
-        self._lock_step = lock_step
-        with jax.default_device(device):
-            self._rng = actor_key(seed, actor_id)
+        self._role = role
+        self._rng: jax.Array
         self._calls = 0
+        self._halves: list[_Half] = []
         self._act = jax.jit(self._choose)
 
     def run(self, trajectories: TrajectoryClient, parameters: ParameterClient, stop: threading.Event) -> None:
         """Act until `stop` is set."""
-        halves: list[_Half] = []
+        role, schedule = self._role, self._role.schedule
+        version, params = -1, None
+        sequence = 0 if schedule is None else schedule.first_sequence(role.actor_id, role.start)
         try:
-            trajectories.hello(stop, CONNECT_SECONDS)
+            trajectories.hello(stop, CONNECT_SECONDS, sequence)
+            self._begin(role.start)
             trajectories.request()
-            halves = self._open()
-            version, params, sequence = -1, None, 0
             while not stop.is_set():
                 began = time.perf_counter()
                 credit = trajectories.credit(POLL_SECONDS)
@@ -138,43 +154,52 @@ class Actor:
                     return
                 if received[0] != version:
                     version, params = received[0], jax.device_put(received[1], self._device)
+                if schedule is not None and self._started != schedule.beginning(
+                    schedule.update(role.actor_id, sequence)
+                ):
+                    self._begin(version)
                 # The next credit travels while this unroll is acted.
                 trajectories.request()
                 waits = Seconds(credit=granted - began, parameters=time.perf_counter() - granted)
-                episodes, seconds = self._unroll(halves, params, parameters, waits)
-                stamp = Stamp(version, self._actor_id, sequence)
+                episodes, seconds = self._unroll(params, parameters, waits)
+                stamp = Stamp(version, role.actor_id, sequence)
                 trajectories.send(stamp, self._builder.trajectory, episodes, seconds._asdict())
                 sequence += 1
         finally:
-            for half in halves:
-                half.environments.close()
+            self._end()
             trajectories.close()
             parameters.close()
 
     def _fetch(self, parameters: ParameterClient, credit: Credit, stop: threading.Event) -> tuple[int, PyTree] | None:
-        fetch = parameters.exactly if self._lock_step else parameters.newest
+        fetch = parameters.newest if self._role.schedule is None else parameters.exactly
         return fetch(credit.version, stop, PARAMETER_SECONDS)
 
-    def _open(self) -> list[_Half]:
-        halves, start = [], 0
-        for make in self._make:
-            environments = make()
+    def _begin(self, start: int) -> None:
+        """Fresh environments and keys, which `start` determines."""
+        self._end()
+        self._started = start
+        with jax.default_device(self._device):
+            self._rng, self._calls = actor_key(self._role.seed, self._role.actor_id, start), 0
+        first = 0
+        for environments in self._make(start):
             count = environments.num_environments
             state = jax.device_put(self._agent.initial_state(count), self._device)
-            halves.append(_Half(environments, slice(start, start + count), state))
-            start += count
-        for half in halves:
+            self._halves.append(_Half(environments, slice(first, first + count), state))
+            first += count
+        for half in self._halves:
             half.step = half.environments.reset()
-        return halves
 
-    def _unroll(
-        self, halves: Sequence[_Half], params: PyTree, parameters: ParameterClient, waits: Seconds
-    ) -> tuple[list[Episode], Seconds]:
+    def _end(self) -> None:
+        for half in self._halves:
+            half.environments.close()
+        self._halves = []
+
+    def _unroll(self, params: PyTree, parameters: ParameterClient, waits: Seconds) -> tuple[list[Episode], Seconds]:
         """Act `T` steps in all environments. While one half steps, the policy acts for the other."""
         clock = time.perf_counter
         environment = inference = 0.0
         episodes: list[Episode] = []
-        builder = self._builder
+        builder, halves = self._builder, self._halves
         builder.begin([(half.where, half.state) for half in halves])
         for half in halves:
             builder.observe(0, half.where, half.step)
@@ -209,9 +234,9 @@ class Actor:
         return self._agent.act(params, jax.random.fold_in(rng, call), observation, is_first, state)
 
 
-def actor_key(seed: int, actor_id: int) -> jax.Array:
-    """Root of an actor's action sampling; the learner's root is number 0 of the same family."""
-    return jax.random.fold_in(jax.random.key(seed), 1 + actor_id)
+def actor_key(seed: int, actor_id: int, start: int = 0) -> jax.Array:
+    """Root of an actor's action sampling in one of its lives; the learner's is number 0 of the same family."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 1 + actor_id), start)
 
 
 def acting_spec(agent: Agent, observation: PyTree) -> tuple[PyTree, PyTree, PyTree]:

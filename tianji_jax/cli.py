@@ -6,20 +6,26 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tianji_jax.interrupts import INTERRUPTED, interrupts
+from tianji_jax.interrupts import INTERRUPTED, PREEMPTED, Preempted, interrupts
+
+if TYPE_CHECKING:
+    from tianji_jax.config import Config
 
 REFUSED = 2
 FAILED = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code: 0 done, 1 failed, 2 refused, 130 stopped by Ctrl-C."""
+    """Run a command; returns the exit code: 0 done, 1 failed, 2 refused, 130 stopped by Ctrl-C, 75 by SIGTERM."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     try:
         with interrupts():
             return _run(options)
+    except Preempted:
+        return PREEMPTED
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return INTERRUPTED
@@ -43,8 +49,14 @@ def _parser() -> argparse.ArgumentParser:
     overrides = "section.setting=value, for example agent.learning_rate=1e-3 run.seed=2"
 
     train = commands.add_parser("train", help="train an agent")
-    train.add_argument("config", help="a YAML file; configs/ has one for each run worth repeating")
+    train.add_argument("config", nargs="?", help="a YAML file; configs/ has one for each run worth repeating")
     train.add_argument("overrides", nargs="*", help=overrides)
+    train.add_argument(
+        "--resume",
+        type=Path,
+        metavar="RUN",
+        help="go on with the run in this folder, with its own configuration unless another is given",
+    )
     train.set_defaults(command=_train)
 
     actor = commands.add_parser("actor", help="act for a learner that runs elsewhere (its actors.listen)")
@@ -73,13 +85,24 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from tianji_jax.config import load
+    from tianji_jax.checkpoint import CheckpointError
+    from tianji_jax.config import ConfigError, load
     from tianji_jax.launch import train
     from tianji_jax.worker import WorkerError
 
+    overrides = list(options.overrides)
+    if options.resume is not None and options.config is not None and "=" in options.config:
+        overrides.insert(0, options.config)
+        options.config = None
+    if options.config is None and options.resume is None:
+        raise ConfigError("train what? Name a configuration (tianji train configs/x.yaml) or a run (--resume runs/x)")
+    if options.resume is None:
+        config = load(options.config, overrides)
+    else:
+        config = _resumed(options.resume, options.config, overrides)
     try:
-        result = train(load(options.config, options.overrides))
-    except WorkerError as error:
+        result = train(config, resume=options.resume)
+    except (WorkerError, CheckpointError) as error:
         return _failed(error)
     outcome = "no episode finished" if result.episode_return is None else f"return {result.episode_return:,.1f}"
     print(
@@ -87,6 +110,20 @@ def _train(options: argparse.Namespace) -> int:
         f"{result.seconds:.1f} s; {result.path}"
     )
     return 0
+
+
+def _resumed(run: Path, path: str | None, overrides: Sequence[str]) -> "Config":
+    """The configuration to go on with; shows where it differs from the run's."""
+    from tianji_jax.config import ConfigError, difference, load
+    from tianji_jax.run_folder import CONFIG
+
+    if not (run / CONFIG).is_file():
+        raise ConfigError(f"--resume {run}: no run there ({CONFIG} is missing)")
+    before = load(run / CONFIG)
+    config = load(path or run / CONFIG, overrides)
+    for setting, old, new in difference(before, config):
+        print(f"changed: {setting}: {old!r} -> {new!r}")
+    return config
 
 
 def _failed(error: Exception) -> int:

@@ -7,12 +7,12 @@ Settings of the agent are validated by the agent's own `Config`.
 import difflib
 import importlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 AGENTS = {"ppo": "tianji_jax.agents.ppo:PPO", "impala": "tianji_jax.agents.impala:IMPALA"}
 """Short names for the agents that ship with the package; any other is `module:Class`."""
@@ -58,7 +58,9 @@ class EnvironmentConfig(Section):
 class ActorsConfig(Section):
     """Who plays."""
 
-    count: int = Field(1, ge=1, le=65_536, description="actors")
+    count: int = Field(
+        1, ge=0, le=65_536, description="actors that the learner starts; 0, where actors.listen is set: none"
+    )
     environments: int = Field(64, ge=1, description="environments of each actor (B)")
     unroll_length: int = Field(32, ge=1, description="environment steps in a trajectory (T)")
     placement: Literal["thread", "process"] = Field(
@@ -73,6 +75,38 @@ class ActorsConfig(Section):
     environment_threads: int = Field(
         0, ge=0, description="threads of each environment pool; 0: share the cores among the pools"
     )
+    listen: str | None = Field(
+        None,
+        description="tcp://HOST:PORT where actors from elsewhere connect (PORT + 1 is used too); null: local ones only",
+    )
+
+    # A crash loop ends the run after some five minutes; rare crashes never do, nor does a minute of many.
+    max_restarts: int = Field(
+        20,
+        ge=0,
+        description="start an actor process that was killed again so often, with growing pauses, before the run ends; "
+        "the count begins anew once it has lived for a minute",
+    )
+    hang_seconds: float = Field(
+        5.0,
+        gt=0,
+        description="an actor that takes longer for a trajectory, and four times as long as it ever took, hangs: what "
+        "it was granted goes to the others (60 seconds for its first trajectory, for which it compiles)",
+    )
+    wait_seconds: float = Field(
+        600.0,
+        gt=0,
+        description="end the run when no actor has been heard of for so long; an actor is silent while it acts, so it "
+        "must be longer than an unroll",
+    )
+
+    @field_validator("listen")
+    @classmethod
+    def _address(cls, listen: str | None) -> str | None:
+        match = listen and re.fullmatch(r"tcp://[^\s/]+:(\d{1,5})", listen)
+        if listen is not None and not (match and 1 <= int(match[1]) <= 65_534):
+            raise ValueError(f"got {listen!r}; it should be tcp://HOST:PORT with a PORT from 1 to 65534")
+        return listen
 
 
 class StalenessConfig(Section):
@@ -116,6 +150,28 @@ class LearnerConfig(Section):
     )
 
 
+class CheckpointConfig(Section):
+    """What is saved of a run, and when; a run always saves when it ends or is stopped."""
+
+    every_seconds: float | None = Field(300.0, gt=0, description="save so often; null: never by the clock")
+    every_learner_steps: int | None = Field(
+        None, ge=1, description="save after so many updates; null: never by updates"
+    )
+    keep: int = Field(3, ge=1, description="latest checkpoints that stay")
+    keep_best: bool = Field(True, description="beside them the one with the highest mean return of 100 episodes stays")
+
+
+class SecurityConfig(Section):
+    """Who may connect from other hosts. On loopback and between processes of one user nothing is needed."""
+
+    keys: Path | None = Field(
+        None, description="folder with keys made by `tianji keys new`, for the learner and for its actors; null: none"
+    )
+    allow_plaintext: bool = Field(
+        False, description="do without keys beyond this host: anybody in the network can read along and take part"
+    )
+
+
 class Config(Section):
     """A whole configuration."""
 
@@ -125,6 +181,8 @@ class Config(Section):
     staleness: StalenessConfig = StalenessConfig()
     balance: BalanceConfig = BalanceConfig()
     learner: LearnerConfig = LearnerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    security: SecurityConfig = SecurityConfig()
     agent: dict[str, Any] = Field(description="name, and the agent's own settings")
 
     @model_validator(mode="after")
@@ -133,6 +191,11 @@ class Config(Section):
             raise ValueError(
                 f"actors.environments is {self.actors.environments}, which cannot be halved for double buffering: "
                 "use an even number or actors.double_buffered=false"
+            )
+        if self.actors.count == 0 and (self.actors.listen is None or self.run.deterministic):
+            raise ValueError(
+                "actors.count is 0, so that nobody would act: set actors.listen=tcp://HOST:PORT for actors of other "
+                "hosts (not with run.deterministic, which is for the learner's own), or actors.count to 1 or more"
             )
         if self.run.deterministic and self.balance.max_reuse:
             raise ValueError(
@@ -254,6 +317,23 @@ def import_object(target: str, setting: str) -> Any:
 def to_yaml(config: Config) -> str:
     """The configuration with every default, as YAML that loads again."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def difference(before: Config, after: Config) -> Iterator[tuple[str, Any, Any]]:
+    """Settings whose values differ, by dotted name; the run's own name and folder are left out."""
+    old, new = dict(flatten(before.model_dump(mode="json"))), dict(flatten(after.model_dump(mode="json")))
+    for setting in {**old, **new}:
+        if old.get(setting) != new.get(setting) and setting not in ("run.directory", "run.name"):
+            yield setting, old.get(setting), new.get(setting)
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Values of nested mappings by dotted name."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:

@@ -100,6 +100,8 @@ class _Lines:
             parts.append(f"lag {report['policy_lag_mean']:.1f} (max {report['policy_lag_max']})")
         if report["trajectories_dropped"] or report["trajectories_rejected"]:
             parts.append(f"dropped {report['trajectories_dropped']:,} rejected {report['trajectories_rejected']:,}")
+        if report.get("actors_hung"):
+            parts.append(_actors(report))
         parts.append(f"left {duration(time_left(self._config, report))}")
         print("  ".join(parts), flush=True)
 
@@ -164,12 +166,17 @@ class _Panel:
             ("lag min/mean/max", lag),
             ("queue", f"{report['device_queue_fill']:.0%} of {self._config.learner.queue_capacity}"),
             ("dropped, rejected", f"{report['trajectories_dropped']:,}, {report['trajectories_rejected']:,}"),
+            *([("actors", _actors(report))] if report.get("actors_hung") else []),
         )
 
     def _learning(self, report: Report) -> Table:
         names = ("loss", "entropy", "kl", "ess", "gradient_norm")
         shown = [(name, f"{report[f'learner/{name}']:.3g}") for name in names if f"learner/{name}" in report]
         return _rows(("version", f"{report['policy_version']:,}"), *shown[:4])
+
+
+def _actors(report: Report) -> str:
+    return f"{report['actors_hung']:,} of {report['actors_connected']:,} actors hung"
 
 
 def _rows(*rows: tuple[str, str]) -> Table:

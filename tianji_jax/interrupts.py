@@ -1,4 +1,4 @@
-"""SIGINT, kept in mind even where Python swallows the exception that it raises."""
+"""SIGINT and SIGTERM, kept in mind even where Python swallows the exception that they raise."""
 
 import contextlib
 import os
@@ -11,16 +11,26 @@ from types import FrameType
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells know it."""
 
+PREEMPTED = 75
+"""Exit code after SIGTERM, once the run is saved: `EX_TEMPFAIL` of sysexits.h, "try again later"."""
+
 _SHOW_CURSOR = "\x1b[?25h"
 
 
-class Interrupts:
-    """Ctrl-C for a program that may be importing, compiling, or waiting for its threads.
+class Preempted(SystemExit):
+    """SIGTERM: a scheduler wants the machine back. Exits with `PREEMPTED` where nobody catches it."""
 
-    Until there is a run, a signal raises KeyboardInterrupt where the main thread happens to be. That may be in a
+    def __init__(self) -> None:
+        super().__init__(PREEMPTED)
+
+
+class Interrupts:
+    """Ctrl-C and SIGTERM for a program that may be importing, compiling, or waiting for its threads.
+
+    Until there is a run, a signal raises its exception where the main thread happens to be. That may be in a
     callback of the garbage collector, where Python prints and forgets it, so it is also kept for `check`. Once there is
-    a run, a signal only sets the run's stop event: nothing is torn in the middle. A second signal ends the process at
-    once.
+    a run, a signal only sets the run's stop event: nothing is torn in the middle. A second Ctrl-C ends the process at
+    once; a second SIGTERM does not, because some schedulers send several.
     """
 
     def __init__(self) -> None:
@@ -33,21 +43,29 @@ class Interrupts:
         if self._received is not None:
             stop.set()
 
+    @property
+    def received(self) -> bool:
+        """Whether there was a signal."""
+        return self._received is not None
+
     def check(self) -> None:
-        """Raise KeyboardInterrupt if there was a signal."""
+        """Raise if there was a signal: KeyboardInterrupt for Ctrl-C, `Preempted` for SIGTERM."""
         if self._received is not None:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt if self._received == signal.SIGINT else Preempted
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """What `signal.signal` calls."""
         if self._received is not None:
+            if number != signal.SIGINT:
+                return
             if sys.stdout.isatty():
                 os.write(sys.stdout.fileno(), _SHOW_CURSOR.encode())
             os._exit(128 + number)
         self._received = signal.Signals(number)
         if self._stop is None:
-            raise KeyboardInterrupt
-        self._stop.set()
+            self.check()
+        else:
+            self._stop.set()
 
 
 _active: Interrupts | None = None
@@ -61,9 +79,10 @@ def interrupts() -> Iterator[Interrupts]:
         yield _active or Interrupts()
         return
     _active = Interrupts()
-    before = signal.signal(signal.SIGINT, _active.handle)
+    before = {number: signal.signal(number, _active.handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield _active
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         _active = None

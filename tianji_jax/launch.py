@@ -1,6 +1,7 @@
 """Put a run together, watch over it, and take it down again."""
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import threading
@@ -14,19 +15,22 @@ import jax
 import zmq
 
 from tianji_jax.actor_process import ActorProcesses
+from tianji_jax.attendance import Attendance
 from tianji_jax.balance import Balance
-from tianji_jax.blueprint import Addresses, Blueprint, connect, make_actor, plan
+from tianji_jax.blueprint import Addresses, Blueprint, connect, listen, make_actor, plan, schedule, server_keys
+from tianji_jax.checkpoint import Checkpoints, Saved, Snapshot, restore
 from tianji_jax.config import Config, ConfigError, to_yaml, validate
 from tianji_jax.console import display
 from tianji_jax.device_queue import BatchAssembler, DeviceQueue
-from tianji_jax.interrupts import interrupts
+from tianji_jax.interrupts import Interrupts, interrupts
 from tianji_jax.learner import Learner, Publisher, first_params, init_state, update_step
-from tianji_jax.lock_step import LockStepBalance
+from tianji_jax.lock_step import LockStepBalance, Order
 from tianji_jax.metrics import Meter, MetricsFile, Report
 from tianji_jax.parallel import Parallel, actor_device, learner_devices, use_compilation_cache
 from tianji_jax.receiver import Batcher, Pipeline, Receiver
-from tianji_jax.staleness import StalenessFilter
-from tianji_jax.transport import ParameterServer, TrajectoryServer, local_address
+from tianji_jax.run_folder import CONFIG, METRICS, held, make_run_folder, rewind_metrics
+from tianji_jax.staleness import Counts, Ledger, StalenessFilter
+from tianji_jax.transport import local_address
 from tianji_jax.types import PyTree
 from tianji_jax.worker import Workers
 
@@ -59,17 +63,21 @@ class Result:
     train_state: PyTree
 
 
-def train(config: Config | Mapping[str, Any], *, show: bool = True) -> Result:
+def train(config: Config | Mapping[str, Any], *, show: bool = True, resume: str | Path | None = None) -> Result:
     """Train until `run.environment_steps` or `run.stop_at_return`.
 
     Args:
       config: from `tianji_jax.load`, or the same as nested dicts.
       show: print progress to standard output.
+      resume: folder of a run to go on with, from its newest checkpoint; `config` may differ from that run's in all that
+        leaves the shapes of its arrays alone.
 
     Raises:
       ConfigError: the configuration cannot run; nothing has been started.
       WorkerError: an actor or the learner failed, with its exception as the cause; everything has been taken down.
-      KeyboardInterrupt: after everything has been taken down.
+      CheckpointError: the run ended, and could not be saved.
+      KeyboardInterrupt: Ctrl-C, after the run has been saved and everything taken down.
+      Preempted: SIGTERM, likewise; a `SystemExit` with code 75.
     """
     began = time.monotonic()
     if not isinstance(config, Config):
@@ -77,10 +85,9 @@ def train(config: Config | Mapping[str, Any], *, show: bool = True) -> Result:
     with interrupts() as interruption:
         use_compilation_cache(config.run.compilation_cache)
         devices = learner_devices(config.learner)
-        run = Run(plan(config), Parallel(devices, config.learner.parallel))
+        run = Run(plan(config), Parallel(devices, config.learner.parallel), None if resume is None else Path(resume))
         interruption.stop_by(run.workers.stop)
-        report = run.execute(show)
-        interruption.check()
+        report = run.execute(show, interruption)
     return Result(
         episode_return=report.get("episode_return"),
         environment_steps=report["environment_steps"],
@@ -95,54 +102,77 @@ def train(config: Config | Mapping[str, Any], *, show: bool = True) -> Result:
 class Run:
     """One training run: its queues, its threads, its folder."""
 
-    def __init__(self, blueprint: Blueprint, parallel: Parallel) -> None:
+    def __init__(self, blueprint: Blueprint, parallel: Parallel, resume: Path | None = None) -> None:
         """Nothing runs yet and nothing is written.
 
         Raises:
-          ConfigError: the batch cannot be divided among the devices, or the agent cannot learn from one of that shape.
+          ConfigError: the batch cannot be divided among the devices, the agent cannot learn from one of that shape, or
+            the run cannot be resumed.
         """
         config = blueprint.config
         self._blueprint, self._config, self._parallel = blueprint, config, parallel
-        trajectories = config.learner.trajectories_per_update
+        self._schedule, self._resume = schedule(config), resume
+        trajectories, max_lag = config.learner.trajectories_per_update, config.staleness.max_lag
         self._init_state = functools.partial(init_state, blueprint.agent, config.run.seed)
+        state_spec = parallel.spec(jax.eval_shape(self._init_state))
         try:
             assembler = BatchAssembler(blueprint.trajectory, trajectories, parallel.num_devices)
             shard_spec = assembler.shard_spec(blueprint.trajectory)
-            step = update_step(blueprint.agent, config.staleness)
-            self._lowered = parallel.lower(step, jax.eval_shape(self._init_state), shard_spec)
+            self._lowered = parallel.lower(update_step(blueprint.agent, config.staleness), state_spec, shard_spec)
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        self._keys = server_keys(config)
+        self._saved = None if resume is None else _restore(resume, config, state_spec)
+        progress = {} if self._saved is None else self._saved.progress
+        version = 0 if self._saved is None else self._saved.version
+        self._copy = parallel.copier(state_spec)
         self._devices = DeviceQueue(parallel, assembler, shard_spec, config.learner.queue_capacity)
-        self._meter = Meter(blueprint.env_spec.frame_skip)
-        max_lag, actors = config.staleness.max_lag, config.actors.count
-        lock_step = config.run.deterministic
+        self._meter = Meter(blueprint.env_spec.frame_skip, progress.get("meter"))
         self._pipeline = Pipeline(
             StalenessFilter(config.staleness.fresh_lag, max_lag),
-            LockStepBalance(max_lag, trajectories, actors) if lock_step else Balance(max_lag, trajectories),
+            Balance(max_lag, trajectories) if self._schedule is None else LockStepBalance(self._schedule, version),
             self._meter,
+            Ledger(Counts(**progress.get("ledger", {}))),
+            version,
         )
+        self._attendance = Attendance(config.actors, lock_step=self._schedule is not None)
         self.workers = Workers()
         self._context: zmq.Context
         self._resources = contextlib.ExitStack()
         self.path = Path()
         self.learner: Learner
+        self._learned = False
 
-    def execute(self, show: bool) -> Report:
-        """Start everything, report until the end, take everything down; returns the last report."""
-        self.path = make_run_folder(self._config)
-        (self.path / "config.yaml").write_text(to_yaml(self._config))
-        metrics_file = MetricsFile(self.path / "metrics.jsonl")
-        workers = self.workers
+    def execute(self, show: bool, interruption: Interrupts) -> Report:
+        """Start everything, report until the end, take everything down, save; returns the last report."""
+        config = self._config
+        self.path = make_run_folder(config) if self._resume is None else self._resume
+        with contextlib.ExitStack() as folder:
+            folder.enter_context(held(self.path))
+            rewind_metrics(self.path, self._pipeline.version)
+            (self.path / CONFIG).write_text(to_yaml(config))
+            metrics_file = MetricsFile(self.path / METRICS)
+            folder.callback(metrics_file.close)
+            self._checkpoints = Checkpoints(self.path, config.checkpoint, self._schedule is not None)
+            folder.callback(self._checkpoints.close)
+            report = self._report_until_the_end(metrics_file, show)
+            self._save_last(interruption)
+        self.workers.check()
+        if show and interruption.received:
+            print(f"stopped; go on with: tianji train --resume {self.path}", flush=True)
+        interruption.check()
+        return report
+
+    def _report_until_the_end(self, metrics_file: MetricsFile, show: bool) -> Report:
         self._context = zmq.Context()
         self._resources.callback(self._context.destroy, linger=0)
         try:
             self._start()
             with display(self._config, *self._headings(), show) as shown:
-                while not workers.stop.wait(self._config.run.report_every_seconds):
+                while not self.workers.stop.wait(self._config.run.report_every_seconds):
                     report = self._report()
                     metrics_file.write(report)
                     shown.show(report)
-                workers.check()
                 # What is still on its way to the meter arrives while the workers end.
                 self._resources.close()
                 report = self._report()
@@ -150,66 +180,87 @@ class Run:
                 shown.show(report, final=True)
         finally:
             self._resources.close()
-            metrics_file.close()
-        workers.check()
         return report
+
+    def _save_last(self, interruption: Interrupts) -> None:
+        """Save a learner that ended well, whatever else may have failed."""
+        if not self._learned or int(self.learner.state.bad_updates) > 0:
+            return
+        # In lock-step a run can only go on from where all actors began anew.
+        if self._schedule is None or not interruption.received:
+            self._checkpoints.save(self._snapshot())
+
+    def _snapshot(self) -> Snapshot:
+        """The run as it is; on the learner's thread, or when that has ended."""
+        version, meter = self._pipeline.version, self._meter.state()
+        # The meter hears of an update only when its metrics have been fetched.
+        meter["counts"]["learner_steps"] = version
+        progress = {
+            "meter": meter,
+            "ledger": dataclasses.asdict(self._pipeline.ledger.counts),
+            "config": self._config.model_dump(mode="json"),
+        }
+        return Snapshot(version, self._copy(self.learner.state), progress, self._meter.window_return)
 
     def solved(self) -> bool:
         """Whether the return asked for has been reached."""
         goal = self._config.run.stop_at_return
         return goal is not None and self._meter.reached(goal)
 
-    def _finished(self) -> bool:
+    def _between_updates(self) -> bool:
+        """On the learner's thread before each update: hands over a checkpoint that is due; whether the run is over."""
+        if self._checkpoints.due(self._pipeline.version):
+            self._checkpoints.put(self._snapshot(), self.workers.stop)
         return self._meter.environment_steps >= self._config.run.environment_steps or self.solved()
 
     def _start(self) -> None:
         config, blueprint, workers = self._config, self._blueprint, self.workers
         kind = "inproc" if config.actors.placement == "thread" else "ipc"
-        lock_step = config.run.deterministic
-        address = self._resources.enter_context(local_address(kind))
-        trajectories = TrajectoryServer(address, blueprint.trajectory_codec(), self._context)
-        parameters = ParameterServer(
-            self._resources.enter_context(local_address(kind)),
-            blueprint.parameter_codec(),
-            self._context,
-            # In lock-step an actor may still need any version back to the oldest that may be learned from.
-            keep=config.staleness.max_lag + 1 if lock_step else 1,
-        )
+        local = Addresses(*(self._resources.enter_context(local_address(kind)) for _ in range(2)))
+        # In lock-step an actor may still need any version back to the oldest that may be learned from.
+        keep = 1 if self._schedule is None else config.staleness.max_lag + 1
+        servers = listen(blueprint, self._keys, local, self._context, keep)
+        trajectories, parameters = servers.trajectories, servers.parameters
         # In reverse at the end: the threads first, then their sockets, then what those lay on.
-        self._resources.callback(trajectories.close)
-        self._resources.callback(parameters.close)
+        self._resources.callback(servers.close)
         self._resources.callback(self._stop_workers)
-        receiver = Receiver(trajectories, self._pipeline, config.actors.count if lock_step else None)
+        order = None if self._schedule is None else Order(self._schedule, self._pipeline.version)
+        receiver = Receiver(trajectories, self._pipeline, self._attendance, order)
         batcher = Batcher(receiver.ready, self._devices, self._pipeline, config.learner.trajectories_per_update)
         publisher = Publisher(parameters, self._pipeline, config.learner.max_bad_updates)
+        if servers.authenticator is not None:
+            workers.start("authenticator", servers.authenticator.run)
         workers.start("receiver", receiver.run)
         workers.start("parameter server", parameters.serve)
         workers.start("batcher", batcher.run)
         workers.start("publisher", publisher.run)
-        self._start_actors(Addresses(trajectories.endpoint, parameters.endpoint))
+        workers.start("checkpoints", self._checkpoints.run)
+        self._start_actors(local)
         workers.start("learner", functools.partial(self._learn, publisher))
 
     def _start_actors(self, addresses: Addresses) -> None:
         config = self._config
         if config.actors.placement == "process":
-            processes = ActorProcesses(self.path, config.actors.count, addresses)
+            processes = ActorProcesses(self.path, config, addresses, self._attendance, lambda: self._pipeline.version)
             self.workers.start("actor processes", processes.run)
             return
 
         def act(actor_id: int, stop: threading.Event) -> None:
             device = actor_device(config.actors.device, self._parallel.devices, actor_id)
-            actor = make_actor(self._blueprint, actor_id, device)
+            actor = make_actor(self._blueprint, actor_id, device, start=self._pipeline.version)
             actor.run(*connect(self._blueprint, actor_id, addresses, self._context), stop)
 
         for actor_id in range(config.actors.count):
             self.workers.start(f"actor {actor_id}", functools.partial(act, actor_id))
 
     def _learn(self, publisher: Publisher, stop: threading.Event) -> None:
-        state = self._parallel.init(self._init_state)
-        publisher.publish(0, first_params(self._blueprint.agent, state))
+        state = self._parallel.init(self._init_state) if self._saved is None else self._saved.state
+        self._saved = None
+        publisher.publish(self._pipeline.version, first_params(self._blueprint.agent, state))
         step = self._lowered.compile()
         self.learner = Learner(state, step, self._devices, self._pipeline, self._config.balance, publisher)
-        self.learner.run(stop, self._finished)
+        self.learner.run(stop, self._between_updates)
+        self._learned = True
         stop.set()
 
     def _report(self) -> Report:
@@ -217,11 +268,16 @@ class Run:
         return {
             **self._meter.report(),
             "policy_version": self._pipeline.version,
+            "checkpoints_failed": self._checkpoints.failed,
+            "actors_connected": self._attendance.connected,
+            "actors_hung": self._attendance.hung,
+            "actors_restarted": self._attendance.restarts,
             "trajectories_received": counts.received,
             "trajectories_consumed": counts.consumed,
             "trajectories_dropped": counts.dropped,
             "trajectories_rejected": counts.rejected,
             "trajectories_queued": counts.queued,
+            "trajectories_lost": self._attendance.trajectories_lost,
             "device_queue_fill": len(self._devices) / self._devices.capacity,
         }
 
@@ -244,29 +300,12 @@ class Run:
             self._resources.pop_all()
 
 
-def make_run_folder(config: Config) -> Path:
-    """Create the run's folder; runs that start at the same moment get different ones.
-
-    Raises:
-      ConfigError: a run of that name exists, or the folder cannot be made.
-    """
-    run = config.run
-    name = run.name or f"{config.environment.name.partition(':')[2]}_{config.agent['name']}".replace("/", "-").replace(
-        ":", "-"
-    )
-    try:
-        run.directory.mkdir(parents=True, exist_ok=True)
-        for number in range(1, 100_000):
-            path = run.directory / (name if number == 1 else f"{name}-{number}")
-            try:
-                path.mkdir()
-            except FileExistsError:
-                if run.name:
-                    raise ConfigError(
-                        f"run.name: {path} exists already; choose another name, or leave run.name out to get a number"
-                    ) from None
-                continue
-            return path
-    except OSError as error:
-        raise ConfigError(f"run.directory: cannot create a folder in {run.directory}: {error.strerror}") from None
-    raise ConfigError(f"run.directory: {run.directory} holds too many runs called {name}")
+def _restore(folder: Path, config: Config, like: PyTree) -> Saved:
+    if not config.run.deterministic:
+        return restore(folder, like)
+    if config.checkpoint.every_learner_steps is None:
+        raise ConfigError(
+            "checkpoint.every_learner_steps is null: in lock-step a run can only go on from where its actors began "
+            "anew, which they do at the checkpoints that this setting makes"
+        )
+    return restore(folder, like, multiple_of=config.checkpoint.every_learner_steps)

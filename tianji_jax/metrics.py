@@ -28,12 +28,18 @@ class Meter:
     batch counts once. Counters are Python integers and do not overflow.
     """
 
-    def __init__(self, frame_skip: int = 1) -> None:
+    def __init__(self, frame_skip: int = 1, saved: Mapping[str, Any] | None = None) -> None:
+        """
+        Args:
+          frame_skip: frames per environment step.
+          saved: what `state` of an earlier meter gave, to go on from there.
+        """
+        saved = saved or {}
         self._lock = threading.Lock()
         self._frame_skip = frame_skip
-        self._began = time.monotonic()
-        self._returns: deque[float] = deque(maxlen=RETURN_WINDOW)
-        self._lengths: deque[int] = deque(maxlen=RETURN_WINDOW)
+        self._began = time.monotonic() - saved.get("wall_seconds", 0.0)
+        self._returns: deque[float] = deque(saved.get("returns", ()), maxlen=RETURN_WINDOW)
+        self._lengths: deque[int] = deque(saved.get("lengths", ()), maxlen=RETURN_WINDOW)
         self._counts = dict.fromkeys(
             (
                 "environment_steps",
@@ -45,8 +51,9 @@ class Meter:
             ),
             0,
         )
+        self._counts |= saved.get("counts", {})
         # Time and counts of the reports within `RATE_SECONDS`, and of one before.
-        self._past = deque([(self._began, dict(self._counts))])
+        self._past = deque([(time.monotonic(), dict(self._counts))])
         self._lags: list[int] = []
         self._updates: list[Mapping[str, float]] = []
         self._actor_seconds: dict[str, float] = {}
@@ -56,10 +63,26 @@ class Meter:
         """Environment steps so far."""
         return self._counts["environment_steps"]
 
+    @property
+    def window_return(self) -> float | None:
+        """Mean return of a full window of episodes; None before there are so many."""
+        with self._lock:
+            return sum(self._returns) / RETURN_WINDOW if len(self._returns) == RETURN_WINDOW else None
+
     def reached(self, episode_return: float) -> bool:
         """Whether the mean return of a full window of episodes is at least `episode_return`."""
+        mean = self.window_return
+        return mean is not None and mean >= episode_return
+
+    def state(self) -> dict[str, Any]:
+        """All that a later meter needs to go on counting, as JSON values."""
         with self._lock:
-            return len(self._returns) == RETURN_WINDOW and sum(self._returns) / RETURN_WINDOW >= episode_return
+            return {
+                "wall_seconds": time.monotonic() - self._began,
+                "counts": dict(self._counts),
+                "returns": list(self._returns),
+                "lengths": list(self._lengths),
+            }
 
     def experience(self, steps: int, episodes: Iterable[Episode]) -> None:
         """Environment steps that left the queues, and the episodes that ended in them."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -70,6 +71,20 @@ class Parallel:
         """Put host arrays on every device."""
         return jax.device_put(tree, self._replicated)
 
+    def spec(self, state: PyTree) -> PyTree:
+        """The shapes of a state, with where it lies, as `jax.ShapeDtypeStruct`."""
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._replicated), state)
+
+    def copier(self, state: PyTree) -> Callable[[PyTree], PyTree]:
+        """A compiled function that copies a state into buffers of its own, which no update overwrites.
+
+        Args:
+          state: its `spec`.
+        """
+        copy = jax.jit(lambda state: jax.tree.map(jnp.copy, state), out_shardings=self._replicated)
+        compiled: Callable[[PyTree], PyTree] = copy.lower(state).compile()
+        return compiled
+
     def shard(self, shards: Sequence[PyTree]) -> PyTree:
         """Begin the transfer of one host pytree per device; leaves `[...]` become global arrays `[D, ...]`.
 
@@ -84,14 +99,13 @@ class Parallel:
 
         Args:
           step: see the module. Its state argument is donated: the caller must not read a state it has passed in.
-          state: the replicated state, or its shapes.
+          state: its `spec`.
           batch_shard: pytree of `ArraySpec` of one device's shard.
         """
         batch = jax.tree.map(
             lambda spec: jax.ShapeDtypeStruct((self.num_devices, *spec.shape), spec.dtype, sharding=self._sharded),
             batch_shard,
         )
-        state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._replicated), state)
         return self._program(step).lower(state, batch)
 
     def _program(self, step: Step) -> Any:

@@ -1,5 +1,6 @@
 """How old a trajectory may be, and the account of what became of each."""
 
+import dataclasses
 import threading
 from dataclasses import dataclass
 from enum import Enum
@@ -58,9 +59,14 @@ class Ledger:
     and a test can catch a trajectory that was lost or counted twice.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before: Counts = Counts()) -> None:
+        """
+        Args:
+          before: of the run until it was saved; what was queued then is gone and was never received.
+        """
         self._lock = threading.Lock()
-        self._counts = dict.fromkeys(("received", "consumed", "dropped", "rejected", "queued"), 0)
+        settled = before.consumed + before.dropped + before.rejected
+        self._counts = {**dataclasses.asdict(before), "received": settled, "queued": 0}
         self._rejections: dict[str, int] = {}
 
     def queue(self) -> None:

@@ -62,7 +62,7 @@ class MessageRejected(NamedTuple):
     """A message that was not taken.
 
     Attributes:
-      actor_id: who sent it, None when it did not say.
+      actor_id: who sent it, None for one who has not joined.
       reason: see `Rejected`.
       detail: for people.
       spent: it was a trajectory that used up one credit.

@@ -1,0 +1,75 @@
+"""The folder of a run: made once, held by one process, and taken back to the checkpoint that a run goes on from."""
+
+import contextlib
+import fcntl
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from tianji_jax.config import Config, ConfigError
+
+CONFIG = "config.yaml"
+METRICS = "metrics.jsonl"
+
+
+def make_run_folder(config: Config) -> Path:
+    """Create the run's folder; runs that start at the same moment get different ones.
+
+    Raises:
+      ConfigError: a run of that name exists, or the folder cannot be made.
+    """
+    run = config.run
+    environment = config.environment.name.partition(":")[2]
+    name = run.name or f"{environment}_{config.agent['name']}".replace("/", "-").replace(":", "-")
+    try:
+        run.directory.mkdir(parents=True, exist_ok=True)
+        for number in range(1, 100_000):
+            path = run.directory / (name if number == 1 else f"{name}-{number}")
+            try:
+                path.mkdir()
+            except FileExistsError:
+                if run.name:
+                    raise ConfigError(
+                        f"run.name: {path} exists already; choose another name, leave run.name out to get a number, "
+                        f"or go on with it: tianji train --resume {path}"
+                    ) from None
+                continue
+            return path
+    except OSError as error:
+        raise ConfigError(f"run.directory: cannot create a folder in {run.directory}: {error.strerror}") from None
+    raise ConfigError(f"run.directory: {run.directory} holds too many runs called {name}")
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Keep other processes from training in `folder`; the system lets go of it even if this process is killed.
+
+    Raises:
+      ConfigError: another process holds it, or it cannot be written to.
+    """
+    try:
+        file = (folder / "lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder}: {error.strerror}") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"another process is training in {folder}") from None
+        yield
+
+
+def rewind_metrics(folder: Path, learner_steps: int) -> None:
+    """Forget the reports of updates after `learner_steps`, which a killed process made and did not save."""
+    path = folder / METRICS
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        # The last line may be cut off.
+        with contextlib.suppress(ValueError):
+            if json.loads(line)["learner_steps"] <= learner_steps:
+                kept.append(line)
+    rewritten = path.with_suffix(".rewritten")
+    rewritten.write_text("".join(kept), encoding="utf-8")
+    rewritten.replace(path)
