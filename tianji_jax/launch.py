@@ -286,10 +286,12 @@ class Run:
         title = f"{self._config.agent['name']} on {self._config.environment.name}"
         parts = [
             str(self.path),
-            f"{actors.count} actor {actors.placement}{'s' * (actors.count > 1)} x {actors.environments}",
-            f"{parallel.num_devices} {parallel.devices[0].platform} device{'s' * (parallel.num_devices > 1)}",
+            f"{_plural(actors.count, f'actor {actors.placement}')} x {actors.environments}",
+            _plural(parallel.num_devices, f"{parallel.devices[0].platform} device"),
             f"{self._devices.nbytes / 2**20:.1f} MiB a batch",
         ]
+        if actors.listen is not None:
+            parts.insert(2, f"more at {actors.listen}")
         return title, ", ".join(parts)
 
     def _stop_workers(self) -> None:
@@ -298,6 +300,10 @@ class Run:
             logger.warning("still running after %g s: %s", CLOSE_SECONDS, ", ".join(left))
             # They may still be in their sockets; the process's end closes those.
             self._resources.pop_all()
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
 def _restore(folder: Path, config: Config, like: PyTree) -> Saved:
