@@ -6,19 +6,26 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
+import zmq
 
 import tianji_jax
 from short_runs import counting_config
+from tianji_jax import remote_actor
 from tianji_jax.attendance import SILENCE_SECONDS
 from tianji_jax.config import Config, ConfigError, to_yaml
-from tianji_jax.worker import WorkerError
+from tianji_jax.transport import Codec, ParameterServer
+from tianji_jax.types import ArraySpec
+from tianji_jax.worker import WorkerError, Workers
 from trainings import ENDLESS, Training, assert_learned_well, trainings
 
 
@@ -190,3 +197,23 @@ def test_a_run_ends_when_nobody_acts_for_too_long(tmp_path: Path, caplog: pytest
     assert seconds < time.monotonic() - began < seconds + 30
     assert "the run ends after 12 s of silence (actors.wait_seconds)" in caplog.text
     assert address in caplog.text
+
+
+def test_what_a_dead_learner_promised_is_given_up_for_what_its_successor_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A credit may name a version that the resumed learner would reach only with the help of this actor."""
+    monkeypatch.setattr(remote_actor, "LINE_SECONDS", 0.5)
+    codec, context, stop = Codec({"w": ArraySpec((2,), np.dtype(np.float32))}, {}), zmq.Context(), threading.Event()
+    workers = Workers()
+    with (
+        closing(ParameterServer("tcp://127.0.0.1:*", codec, context)) as server,
+        closing(remote_actor._Trajectories("tcp://127.0.0.1:9", 70_000, codec, context, patient=True)) as stream,
+        closing(remote_actor._Parameters(server.endpoint, codec, context)) as client,
+    ):
+        stream.tally, client.stream = remote_actor._Tally(), stream
+        server.publish(80, {"w": np.zeros(2, np.float32)})
+        workers.start("parameters", server.serve)
+        received = client.newest(111, stop, 600.0)
+        assert received is not None
+        assert received[0] == 80
+        assert workers.close(5) == []
+    context.term()
