@@ -121,6 +121,18 @@ def test_a_run_that_is_over_is_over_when_it_is_resumed(tmp_path: Path) -> None:
     assert again.learner_steps == first.learner_steps
 
 
+def test_what_lies_after_the_checkpoint_a_run_goes_on_from_is_forgotten(tmp_path: Path) -> None:
+    def config(steps: int) -> Config:
+        return counting_config(tmp_path, LOCK_STEP, {"run": {**LOCK_STEP["run"], "environment_steps": steps}})
+
+    first = tianji_jax.train(config(1000), show=False)
+    assert first.learner_steps % 10  # its last checkpoint is not one that a run in lock-step goes on from
+    second = tianji_jax.train(config(1000), show=False, resume=first.path)
+    assert second.learner_steps == first.learner_steps
+    reports = reports_of(first.path)
+    assert values(reports, "learner_steps") == sorted(values(reports, "learner_steps"))
+
+
 def test_a_change_of_shapes_is_refused_and_names_the_arrays(tmp_path: Path) -> None:
     first = tianji_jax.train(cartpole_config(tmp_path, {"run": {"name": "run"}}), show=False)
     config = cartpole_config(tmp_path, {"agent": {"name": "ppo", "network": {"hidden_sizes": [24]}, "minibatches": 2}})
@@ -225,10 +237,10 @@ def write(config: Config, tmp_path: Path) -> Path:
     return path
 
 
-def until_saved(run: Path, process: "subprocess.Popen[str]") -> None:
+def until_saved(run: Path, process: "subprocess.Popen[str]", after: int = 0) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and process.poll() is None:
-        if any(path.name.isdigit() for path in (run / FOLDER).glob("*")):
+        if any(path.name.isdigit() and int(path.name) > after for path in (run / FOLDER).glob("*")):
             return
         time.sleep(0.02)
     pytest.fail(f"no checkpoint within 60 s; exit code {process.poll()}")
@@ -273,16 +285,18 @@ def test_one_process_at_a_time_trains_in_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kills", [4, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 def test_a_trainer_killed_at_any_moment_reaches_its_end(tmp_path: Path, kills: int) -> None:
     """Some of the moments are in a save: there is one after every second update."""
-    draw = random.Random(kills)
+    draw = random.Random(3)
     run = tmp_path / "runs" / "run"
     changes = {"run": {"name": "run", "environment_steps": 10**9}, "checkpoint": {"every_learner_steps": 2}}
     arguments = ["train", str(write(counting_config(tmp_path / "runs", SLOW, changes), tmp_path))]
     versions = [0]
     for _ in range(kills):
         with start(*arguments) as process:
-            if versions == [0]:
-                until_saved(run, process)
-            time.sleep(draw.uniform(0.5, 4))
+            if draw.random() < 0.5 or versions == [0]:
+                until_saved(run, process, after=versions[-1])
+                time.sleep(draw.uniform(0, 0.5))
+            else:
+                time.sleep(draw.uniform(0.5, 4))
             process.kill()
             _, errors = process.communicate()
         assert process.returncode == -signal.SIGKILL, errors

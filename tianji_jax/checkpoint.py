@@ -7,6 +7,7 @@ renames that, so that a killed process or a full disk leaves the one before.
 
 import logging
 import queue
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -66,6 +67,13 @@ class Checkpoints:
         # One waits while one is written: every snapshot is a copy of the state in device memory.
         self._pending: queue.Queue[Snapshot] = queue.Queue(1)
         self._opened: Any = None
+
+    def rewind(self, version: int) -> None:
+        """Forget what lies after `version`, from which a run goes on: it could not be read, or will not come again."""
+        self._saved_version = self._given_version = version
+        for path in self.folder.glob("*") if self.folder.is_dir() else ():
+            if path.name.isdigit() and int(path.name) > version:
+                shutil.rmtree(path)
 
     def due(self, version: int) -> bool:
         """Whether the learner, having made `version`, should hand over a snapshot."""
@@ -182,7 +190,7 @@ def restore(run_folder: Path, like: PyTree, *, best: bool = False, multiple_of: 
     folder = run_folder.resolve() / FOLDER
     if not folder.is_dir():
         raise ConfigError(f"{run_folder} holds no checkpoint")
-    with ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
+    with ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(create=False)) as manager:
         versions = sorted((v for v in manager.all_steps() if v % multiple_of == 0), reverse=True)
         found: dict[int, dict[str, Any]] = {}
         for version in versions:

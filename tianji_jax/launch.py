@@ -155,6 +155,8 @@ class Run:
             folder.callback(metrics_file.close)
             self._checkpoints = Checkpoints(self.path, config.checkpoint, self._schedule is not None)
             folder.callback(self._checkpoints.close)
+            if self._resume is not None:
+                self._checkpoints.rewind(self._pipeline.version)
             report = self._report_until_the_end(metrics_file, show)
             self._save_last(interruption)
         self.workers.check()
