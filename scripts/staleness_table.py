@@ -19,10 +19,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = [
-    "actors.count=2",
+    "actors.count=4",
     "actors.environments=16",
     "actors.unroll_length=32",
-    "agent.epochs=10",
+    "agent.epochs=30",
     "agent.minibatches=4",
     "run.stop_at_return=null",
     "run.report_every_seconds=0.2",
