@@ -128,6 +128,8 @@ class Training:
 
     def end(self) -> None:
         if self._thread.is_alive():
+            for process in actor_processes():  # a test that failed may have left one stopped
+                process.resume()
             self.finish()
 
 
