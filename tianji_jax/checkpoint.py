@@ -98,6 +98,7 @@ class Checkpoints:
 
     def run(self, stop: threading.Event) -> None:
         """Save what is handed over until `stop` is set. A save that fails is told and counted, and training goes on."""
+        self._manager()  # the first use takes longer than a save: it is over before there is something to save
         while not stop.is_set():
             try:
                 snapshot = self._pending.get(timeout=POLL_SECONDS)

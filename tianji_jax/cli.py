@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -29,6 +30,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return INTERRUPTED
+
+
+def command() -> None:
+    """What the shell calls: `main`, and the end of the process.
+
+    By now nothing runs and everything is on disk; to take an interpreter full of JAX apart would take most of a second.
+    """
+    try:
+        code = main()
+    except SystemExit as error:  # argparse
+        code = error.code if isinstance(error.code, int) else FAILED
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -182,4 +198,4 @@ def _environments(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -147,5 +147,5 @@ def use_compilation_cache(folder: Path | None) -> None:
     if folder is None:
         return
     jax.config.update("jax_compilation_cache_dir", str(folder.expanduser()))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
