@@ -11,17 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
 
 import tianji_jax
 from short_runs import cartpole_config, counting_config, values
+from tianji_jax.agent import Metrics
 from tianji_jax.blueprint import plan
 from tianji_jax.checkpoint import FOLDER, CheckpointError, Checkpoints, Saved, Snapshot, restore
 from tianji_jax.config import CheckpointConfig, Config, ConfigError, to_yaml, validate
 from tianji_jax.learner import init_state
 from tianji_jax.parallel import Parallel
+from tianji_jax.testing import TrivialAgent
+from tianji_jax.types import Batch
+from tianji_jax.worker import WorkerError
 
 LOCK_STEP: dict[str, dict[str, Any]] = {
     "run": {"deterministic": True, "name": "run"},
@@ -217,6 +222,34 @@ def test_a_run_that_cannot_be_saved_trains_on_and_says_so_at_the_end(tmp_path: P
     assert done == ["blocked"]
     assert last["environment_steps"] >= 400
     assert last["checkpoints_failed"] >= 1
+
+
+class Poisoned(TrivialAgent):
+    """Its second device's gradient is not a number once there have been five updates."""
+
+    def update(self, train_state: Any, batch: Batch, rng: jax.Array, axis_name: str) -> tuple[Any, Metrics]:
+        here = (train_state.updates >= 5) & (jax.lax.axis_index(axis_name) == 1)
+        reward = batch.trajectory.reward + jnp.where(here, jnp.nan, 0)
+        return super().update(
+            train_state, batch._replace(trajectory=batch.trajectory._replace(reward=reward)), rng, axis_name
+        )
+
+
+def test_what_is_not_finite_on_one_device_ends_the_run_with_the_parameters_from_before(tmp_path: Path) -> None:
+    learner = {"devices": 2, "max_bad_updates": 3}
+    config = counting_config(
+        tmp_path,
+        {"run": {"name": "run", "environment_steps": 10**6}, "learner": learner},
+        {"agent": {"name": "test_checkpoint:Poisoned"}, "checkpoint": {"every_learner_steps": 5}},
+    )
+    with pytest.raises(WorkerError, match="3 updates in a row gave values that are not finite"):
+        tianji_jax.train(config, show=False)
+    run = tmp_path / "run"
+    assert reports_of(run)[-1]["updates_skipped"] >= 3
+    saved = state_of(config, run, 2)
+    assert saved.version == 5
+    assert int(saved.state.train_state.updates) == 5
+    assert all(np.isfinite(x).all() for x in raw(saved.state))
 
 
 # --- processes ---------------------------------------------------------------------------------------------------

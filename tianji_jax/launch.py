@@ -266,7 +266,7 @@ class Run:
         stop.set()
 
     def _report(self) -> Report:
-        counts = self._pipeline.ledger.counts
+        counts, rejections = self._pipeline.ledger.counts, self._pipeline.ledger.rejections
         return {
             **self._meter.report(),
             "policy_version": self._pipeline.version,
@@ -279,6 +279,7 @@ class Run:
             "trajectories_dropped": counts.dropped,
             "trajectories_rejected": counts.rejected,
             "trajectories_queued": counts.queued,
+            **{f"rejected/{reason}": number for reason, number in rejections.items()},
             "trajectories_lost": self._attendance.trajectories_lost,
             "device_queue_fill": len(self._devices) / self._devices.capacity,
         }
