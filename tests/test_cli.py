@@ -17,7 +17,18 @@ def test_config_prints_every_setting_resolved(capsys: pytest.CaptureFixture[str]
     assert main(["config", CARTPOLE, "agent.learning_rate=1e-3"]) == 0
     tree = yaml.safe_load(capsys.readouterr().out)
     assert tree["agent"]["learning_rate"] == 1e-3
-    sections = {"run", "environment", "actors", "staleness", "balance", "learner", "checkpoint", "security", "agent"}
+    sections = {
+        "run",
+        "environment",
+        "actors",
+        "staleness",
+        "balance",
+        "learner",
+        "checkpoint",
+        "metrics",
+        "security",
+        "agent",
+    }
     assert sections == set(tree)
     assert "clip_epsilon" in tree["agent"]
 

@@ -10,12 +10,12 @@ ROOT = Path(__file__).parents[1]
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     # Know nobody of the package.
-    ("types", "config", "interrupts", "losses", "returns", "staleness", "worker"),
-    ("transport.peers", "transport.sockets", "environments.memory"),
+    ("types", "explain", "interrupts", "losses", "returns", "staleness", "worker"),
+    ("config", "transport.peers", "transport.sockets", "environments.memory"),
     # The nouns put to use.
     ("agent", "distributions", "normalisation", "environments.base", "metrics", "parallel", "transport.codec"),
     ("attendance", "checkpoint", "console", "run_folder", "testing", "transport.events", "transport.keys"),
-    ("environments.envpool", "environments.gymnasium", "transport.router", "transport.trajectory_client"),
+    ("environments.envpool", "environments.gymnasium", "sinks", "transport.router", "transport.trajectory_client"),
     ("environments", "transport.parameters", "transport.trajectories"),
     ("transport",),
     ("balance", "device_queue"),

@@ -4,15 +4,16 @@ Every setting is a field below with its default, its range and its meaning; `tia
 Settings of the agent are validated by the agent's own `Config`.
 """
 
-import difflib
 import importlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
+
+from tianji_jax.explain import explain, fields, nearest
 
 AGENTS = {"ppo": "tianji_jax.agents.ppo:PPO", "impala": "tianji_jax.agents.impala:IMPALA"}
 """Short names for the agents that ship with the package; any other is `module:Class`."""
@@ -161,6 +162,15 @@ class CheckpointConfig(Section):
     keep_best: bool = Field(True, description="beside them the one with the highest mean return of 100 episodes stays")
 
 
+class MetricsConfig(Section):
+    """Where reports go beside metrics.jsonl."""
+
+    tensorboard: bool = Field(True, description="write event files for TensorBoard into the run's folder")
+    wandb_project: str | None = Field(
+        None, description="project of Weights & Biases (WANDB_MODE=offline keeps it on this machine); null: none"
+    )
+
+
 class SecurityConfig(Section):
     """Who may connect from other hosts. On loopback and between processes of one user nothing is needed."""
 
@@ -182,6 +192,7 @@ class Config(Section):
     balance: BalanceConfig = BalanceConfig()
     learner: LearnerConfig = LearnerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    metrics: MetricsConfig = MetricsConfig()
     security: SecurityConfig = SecurityConfig()
     agent: dict[str, Any] = Field(description="name, and the agent's own settings")
 
@@ -252,7 +263,7 @@ def validate(tree: dict[str, Any]) -> Config:
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(error, Config))) from None
+        raise ConfigError("\n".join(explain(error, Config))) from None
     settings = agent_settings(config)
     return config.model_copy(
         update={"agent": {"name": config.agent["name"], **_dump(agent_class(config).Config, settings)}}
@@ -269,7 +280,7 @@ def agent_class(config: Config) -> type[Any]:
     target = AGENTS.get(name, name)
     if not isinstance(target, str) or ":" not in target:
         raise ConfigError(
-            f"agent.name: unknown agent {name!r}{_nearest(str(name), AGENTS)}; "
+            f"agent.name: unknown agent {name!r}{nearest(str(name), AGENTS)}; "
             f"allowed: {', '.join(AGENTS)}, or module:Class"
         )
     cls = import_object(target, "agent.name")
@@ -287,14 +298,14 @@ def agent_settings(config: Config) -> Any:
     """The agent's own settings as an instance of its `Config` (a pydantic model or a dataclass)."""
     cls = agent_class(config).Config
     given = {key: value for key, value in config.agent.items() if key != "name"}
-    known = _fields(cls)
-    unknown = [f"agent.{key}: unknown setting{_nearest(key, known)}" for key in given if key not in known]
+    known = fields(cls)
+    unknown = [f"agent.{key}: unknown setting{nearest(key, known)}" for key in given if key not in known]
     if unknown:
         raise ConfigError("\n".join(unknown))
     try:
         return TypeAdapter(cls).validate_python(given)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(error, cls, ("agent",)))) from None
+        raise ConfigError("\n".join(explain(error, cls, ("agent",)))) from None
 
 
 def import_object(target: str, setting: str) -> Any:
@@ -310,7 +321,7 @@ def import_object(target: str, setting: str) -> Any:
         return getattr(module, attribute)
     except AttributeError:
         raise ConfigError(
-            f"{setting}: module {module_name!r} has no {attribute!r}{_nearest(attribute, dir(module))}"
+            f"{setting}: module {module_name!r} has no {attribute!r}{nearest(attribute, dir(module))}"
         ) from None
 
 
@@ -354,41 +365,6 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     node[path[-1]] = value
 
 
-def _explain(error: ValidationError, root: Any, prefix: tuple[str, ...] = ()) -> Iterator[str]:
-    """One line for each problem: setting, what was given, what is allowed."""
-    for problem in error.errors():
-        location = [str(part) for part in problem["loc"]]
-        setting = ".".join((*prefix, *location))
-        if problem["type"] == "extra_forbidden":
-            yield f"{setting}: unknown setting{_nearest(location[-1], _fields(_descend(root, location[:-1])))}"
-        elif problem["type"] == "missing":
-            yield f"{setting}: missing, and it has no default"
-        elif problem["type"] == "value_error":
-            message = problem["msg"].removeprefix("Value error, ")
-            yield f"{setting}: {message}" if setting else message
-        else:
-            yield f"{setting}: got {problem['input']!r}; {problem['msg'].replace('Input should', 'it should')}"
-
-
-def _descend(cls: Any, location: Sequence[str]) -> Any:
-    for part in location:
-        annotation = _fields(cls).get(part)
-        cls = next((a for a in (annotation, *get_args(annotation)) if _fields(a)), None)
-    return cls
-
-
-def _fields(cls: Any) -> dict[str, Any]:
-    """Names and types of a pydantic model's or a dataclass's settings."""
-    if hasattr(cls, "model_fields"):
-        return {name: field.annotation for name, field in cls.model_fields.items()}
-    return {name: field.type for name, field in getattr(cls, "__dataclass_fields__", {}).items()}
-
-
 def _dump(cls: type[Any], settings: Any) -> dict[str, Any]:
     dumped: dict[str, Any] = TypeAdapter(cls).dump_python(settings, mode="json")
     return dumped
-
-
-def _nearest(word: str, known: Any) -> str:
-    match = difflib.get_close_matches(word, [str(name) for name in known], n=1, cutoff=0.5)
-    return f" (did you mean {match[0]!r}?)" if match else ""

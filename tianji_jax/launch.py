@@ -25,10 +25,11 @@ from tianji_jax.device_queue import BatchAssembler, DeviceQueue
 from tianji_jax.interrupts import Interrupts, interrupts
 from tianji_jax.learner import Learner, Publisher, first_params, init_state, update_step
 from tianji_jax.lock_step import LockStepBalance, Order
-from tianji_jax.metrics import Meter, MetricsFile, Report
+from tianji_jax.metrics import Meter, Report
 from tianji_jax.parallel import Parallel, actor_device, learner_devices, use_compilation_cache
 from tianji_jax.receiver import Batcher, Pipeline, Receiver
-from tianji_jax.run_folder import CONFIG, METRICS, held, make_run_folder, rewind_metrics
+from tianji_jax.run_folder import CONFIG, held, make_run_folder, rewind_metrics
+from tianji_jax.sinks import check_installed, open_sinks
 from tianji_jax.staleness import Counts, Ledger, StalenessFilter
 from tianji_jax.transport import local_address
 from tianji_jax.types import PyTree
@@ -121,6 +122,7 @@ class Run:
             self._lowered = parallel.lower(update_step(blueprint.agent, config.staleness), state_spec, shard_spec)
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        check_installed(config.metrics)
         self._keys = server_keys(config)
         self._saved = None if resume is None else _restore(resume, config, state_spec)
         progress = {} if self._saved is None else self._saved.progress
@@ -151,13 +153,12 @@ class Run:
             folder.enter_context(held(self.path))
             rewind_metrics(self.path, self._pipeline.version)
             (self.path / CONFIG).write_text(to_yaml(config))
-            metrics_file = MetricsFile(self.path / METRICS)
-            folder.callback(metrics_file.close)
+            self._sinks = folder.enter_context(open_sinks(self.path, config, self._meter.environment_steps))
             self._checkpoints = Checkpoints(self.path, config.checkpoint, self._schedule is not None)
             folder.callback(self._checkpoints.close)
             if self._resume is not None:
                 self._checkpoints.rewind(self._pipeline.version)
-            report = self._report_until_the_end(metrics_file, show)
+            report = self._report_until_the_end(show)
             self._save_last(interruption)
         self.workers.check()
         if show and interruption.received:
@@ -165,7 +166,7 @@ class Run:
         interruption.check()
         return report
 
-    def _report_until_the_end(self, metrics_file: MetricsFile, show: bool) -> Report:
+    def _report_until_the_end(self, show: bool) -> Report:
         self._context = zmq.Context()
         self._resources.callback(self._context.destroy, linger=0)
         try:
@@ -173,12 +174,12 @@ class Run:
             with display(self._config, *self._headings(), show) as shown:
                 while not self.workers.stop.wait(self._config.run.report_every_seconds):
                     report = self._report()
-                    metrics_file.write(report)
+                    self._sinks.put(report)
                     shown.show(report)
                 # What is still on its way to the meter arrives while the workers end.
                 self._resources.close()
                 report = self._report()
-                metrics_file.write(report)
+                self._sinks.put(report)
                 shown.show(report, final=True)
         finally:
             self._resources.close()
@@ -271,6 +272,7 @@ class Run:
             **self._meter.report(),
             "policy_version": self._pipeline.version,
             "checkpoints_failed": self._checkpoints.failed,
+            "reports_lost": self._sinks.lost,
             "actors_connected": self._attendance.connected,
             "actors_hung": self._attendance.hung,
             "actors_restarted": self._attendance.restarts,

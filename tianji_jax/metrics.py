@@ -1,12 +1,10 @@
-"""What a run measures while it goes, and the file it is written to."""
+"""What a run measures while it goes."""
 
-import json
 import math
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from tianji_jax.types import Episode
@@ -152,32 +150,6 @@ class Meter:
         self._past.append((now, dict(self._counts)))
         elapsed = max(now - then, 1e-9)
         return {name: (self._counts[name] - counts[name]) / elapsed for name in counts}
-
-
-class MetricsFile:
-    """`metrics.jsonl`: one JSON object per report, flushed line by line.
-
-    A full disk must not end a training run: what cannot be written is counted in `lost`.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.lost = 0
-        self._file = path.open("a", encoding="utf-8")
-
-    def write(self, report: Report) -> None:
-        """Append one report."""
-        try:
-            self._file.write(json.dumps(report) + "\n")
-            self._file.flush()
-        except OSError:
-            self.lost += 1
-
-    def close(self) -> None:
-        """Close the file."""
-        try:
-            self._file.close()
-        except OSError:
-            self.lost += 1
 
 
 def _means(updates: list[Mapping[str, float]]) -> dict[str, float]:
