@@ -56,7 +56,7 @@ class Rubbish:
 
     def __init__(self, blueprint: Blueprint, other: Blueprint, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
-        self._codec, self._other = blueprint.trajectory_codec(), other.trajectory_codec()
+        self.codec, self._other = blueprint.trajectory_codec(), other.trajectory_codec()
         self._header = {
             "kind": "trajectory",
             "received": 0,
@@ -76,9 +76,9 @@ class Rubbish:
 
     def trajectory(self, value: float = 0.0, **entries: Any) -> list[bytes]:
         """A good one but for `value` and the `entries` of its header."""
-        tree = jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), self._codec.spec)
+        tree = jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), self.codec.spec)
         tree.reward[:] = value
-        return [bytes(memoryview(frame)) for frame in self._codec.encode({**self._header, **entries}, tree)]
+        return [bytes(memoryview(frame)) for frame in self.codec.encode({**self._header, **entries}, tree)]
 
     def noise(self) -> list[bytes]:
         return [self._rng.bytes(self._rng.integers(0, 2000)) for _ in range(self._rng.integers(1, 9))]
@@ -95,10 +95,10 @@ class Rubbish:
     def too_many(self) -> list[bytes]:
         return self._good + [b"x"] * int(self._rng.integers(1, 200))
 
-    def wrong_shape(self) -> list[bytes]:
+    def wrong_shape(self, **entries: Any) -> list[bytes]:
         """As another spec says, under the learner's own fingerprint; dtypes are of other sizes as well."""
-        frames = [bytes(memoryview(self._rng.bytes(3 * len(frame)))) for frame in self._good[1:]]
-        return [self._good[0], *frames]
+        header, *frames = self.trajectory(**entries)
+        return [header, *(bytes(memoryview(self._rng.bytes(3 * len(frame)))) for frame in frames)]
 
     def claims(self) -> list[bytes]:
         heads = [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xdb\x7f\xff\xff\xff"]
@@ -113,12 +113,12 @@ class Rubbish:
     def future(self) -> list[bytes]:
         return self.trajectory(version=2**40, sequence=2**40)
 
-    def another_run(self) -> list[bytes]:
-        header = self._other.encode_header(self._header)
+    def another_run(self, **entries: Any) -> list[bytes]:
+        header = self._other.encode_header({**self._header, **entries})
         return [header, *self._good[1:]]
 
     def hello(self) -> list[bytes]:
-        codec = (self._codec, self._other)[self._rng.integers(2)]
+        codec = (self.codec, self._other)[self._rng.integers(2)]
         fields = {"kind": "hello", "received": 0, "sequence": 0, "description": codec.description}
         return [codec.encode_header(fields)]
 
@@ -258,16 +258,97 @@ def test_a_hundred_thousand_malformed_messages_change_nothing(tmp_path: Path, mo
 
     assert sum(told["sent"].values()) == MESSAGES
     assert told["consumed"] > 10, "the run did not go on meanwhile"
-    print(told, witness.rejections)
     assert told["growth"] < GROWTH_LIMIT
     assert_account_balances(reports)
     trajectories, parameters = witness.rejections
     assert reports[-1]["trajectories_rejected"] == sum(trajectories.values()) == told["sent"]["trajectories"]
     assert sum(parameters.values()) == told["sent"]["parameters"]
-    reasons = {"malformed", "protocol", "unknown", "fingerprint", "actor_id", "cut_off"}
-    assert reasons - {"fingerprint"} <= set(trajectories) <= reasons
+    assert set(trajectories) == {"malformed", "protocol", "actor_id", "cut_off"}
     read = sum(trajectories.values()) - trajectories["cut_off"]
     assert read == told["sent"]["trajectories"] // MESSAGES_PER_PEER * REJECTION_LIMIT
     assert reports[-1]["trajectories_dropped"] == 0
     assert result.environment_steps == peace.environment_steps
     jax.tree.map(np.testing.assert_array_equal, result.train_state, peace.train_state)
+
+
+class Intruder:
+    """An actor from outside that says hello as it should and then sends what it should not."""
+
+    def __init__(self, address: str, actor_id: int, rubbish: Rubbish, context: zmq.Context) -> None:
+        self._rubbish, self._codec = rubbish, rubbish.codec
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.routing_id, self._socket.linger = actor_identity(actor_id), 30_000
+        self._socket.connect(address)
+        self._received = 0
+        fields = {"kind": "hello", "received": 0, "sequence": 0, "description": self._codec.description}
+        self._socket.send(self._codec.encode_header(fields))
+        self._answer("welcome")
+
+    def credit(self, sequence: int) -> None:
+        """Ask for permission and wait for it."""
+        fields = {"kind": "request", "requested": self._received + 1, "sequence": sequence, "received": self._received}
+        self._socket.send(self._codec.encode_header(fields))
+        self._answer("credit")
+        self._received += 1
+
+    def send(self, frames: list[bytes]) -> None:
+        self._socket.send_multipart(frames)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _answer(self, kind: str) -> None:
+        while True:
+            assert self._socket.poll(30_000), f"no {kind}"
+            if self._codec.decode_header(self._socket.recv())["kind"] == kind:
+                return
+
+
+def test_what_an_actor_that_has_been_let_in_may_not_send(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    witness, workers = Witness(monkeypatch), Workers()
+    listen = f"tcp://127.0.0.1:{free_ports()}"
+    config = fuzz_config(tmp_path, {"run": {"environment_steps": 5000}, "actors": {"listen": listen, "count": 1}})
+    rubbish = Rubbish(plan(config), plan(fuzz_config(tmp_path, {"actors": {"unroll_length": 4}})), seed=1)
+    address = Addresses.at(listen).trajectories
+    PACE.clear()
+
+    def intrude(stop: threading.Event) -> None:
+        context = zmq.Context()
+        try:
+            witness.wait_for_updates(2)
+            careful = Intruder(address, 70_000, rubbish, context)
+            for sequence, frames in enumerate(
+                (
+                    rubbish.trajectory(np.nan, sequence=0),
+                    rubbish.trajectory(sequence=1, version=2**40),
+                    rubbish.wrong_shape(sequence=2),
+                    rubbish.another_run(sequence=3),
+                )
+            ):
+                careful.credit(sequence)
+                careful.send(frames)
+            careful.send(rubbish.trajectory(sequence=4))  # without a credit
+            careful.send(rubbish.trajectory(sequence=1))  # again
+            careful.close()
+            wild = [Intruder(address, 80_000 + number, rubbish, context) for number in range(20)]
+            for _ in range(500):
+                for intruder in wild:
+                    intruder.send(rubbish.any())
+            for intruder in wild:
+                intruder.close()
+            context.term()
+            witness.wait_for_updates(4)
+        finally:
+            PACE.set()
+
+    workers.start("intruder", intrude)
+    result, reports = train(config)
+    assert workers.close(10) == []
+    workers.check()
+    rejections, _ = witness.rejections
+    assert rejections["non_finite"] == rejections["shape"] == 1
+    for reason in ("future", "fingerprint", "uncredited", "replayed", "cut_off", "malformed"):
+        assert rejections[reason] >= 1, rejections
+    assert_account_balances(reports)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(result.train_state))
+    assert reports[-1]["rejected/non_finite"] == 1

@@ -96,6 +96,8 @@ class Receiver:
             for actor_id, credit in balance.grants(self._pipeline.version):
                 if self._server.grant(actor_id, credit):
                     attendance.granted(actor_id, credit.version)
+                elif stop.is_set():
+                    return  # actors end at the same moment, and nothing is lost by that
                 else:
                     balance.lose(actor_id)
                     attendance.left(actor_id)

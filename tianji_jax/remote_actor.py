@@ -78,6 +78,8 @@ class _Trajectories(TrajectoryClient):
 
     def credit(self, timeout: float) -> Credit | None:
         credit = super().credit(timeout)
+        if self.take_forgotten():
+            self.note(connected=False)
         self.note(credit is not None or self.connected)
         return credit
 

@@ -127,6 +127,7 @@ class TrajectoryServer:
             if actor_id is None or not frames:
                 raise Rejected("malformed", f"message of {len(frames)} frames from {peer.identity!r:.40}")
             header = self._codec.decode_header(frames[0])
+            self._check_door(actor_id, peer)
             if header["kind"] == "hello":
                 self._on_hello(actor_id, peer, header, events)
             else:
@@ -138,6 +139,12 @@ class TrajectoryServer:
             # An id that is merely claimed is not told: who keeps accounts by id would keep one for every invention.
             events.append(MessageRejected(actor_id if actor else None, error.reason, error.detail, spent))
             self._on_rejection(peer, error, events)
+
+    def _check_door(self, actor_id: int, peer: Peer) -> None:
+        if (actor_id in self._outside_ids) != (peer.door == OUTSIDE):
+            ids = self._outside_ids
+            may = f"{ids.start} to {ids.stop - 1} may" if ids else "none may"
+            raise Rejected("actor_id", f"actor id {actor_id} may not come from there; from outside {may}")
 
     def _known(self, actor_id: int, peer: Peer, header: Header) -> _Actor:
         actor = self._actors.get(actor_id)
@@ -165,10 +172,6 @@ class TrajectoryServer:
             self._say(peer, {"kind": "refused", "message": error.detail})
 
     def _on_hello(self, actor_id: int, peer: Peer, header: Header, events: list[Event]) -> None:
-        if (actor_id in self._outside_ids) != (peer.door == OUTSIDE):
-            ids = self._outside_ids
-            may = f"{ids.start} to {ids.stop - 1} may" if ids else "none may"
-            raise Rejected("actor_id", f"actor id {actor_id} may not come from there; from outside {may}")
         if header.get("fingerprint") != self._codec.fingerprint:
             difference = self._codec.difference(str(header.get("description")))
             raise Rejected("fingerprint", f"actor {actor_id}'s configuration does not fit the learner's: {difference}")

@@ -57,6 +57,7 @@ class TrajectoryClient:
         self._stop = threading.Event()
         self._welcome = False
         self._refetch = False
+        self._forgotten = False
         self._repeat_at = 0.0
         self._episodes: list[Episode] = []
         self._socket = open_socket(context, zmq.DEALER, codec.message_limit)
@@ -151,6 +152,11 @@ class TrajectoryClient:
         refetch, self._refetch = self._refetch, False
         return refetch
 
+    def take_forgotten(self) -> bool:
+        """Whether, since the last call, there was a learner that did not know this actor: a new one at the address."""
+        forgotten, self._forgotten = self._forgotten, False
+        return forgotten
+
     def close(self) -> None:
         """Close at once; what has not been sent is dropped."""
         self._socket.close()
@@ -192,6 +198,7 @@ class TrajectoryClient:
         if kind == "refused":
             raise Refused(str(header.get("message")))
         if kind == "unknown":
+            self._forgotten = True
             self._say_hello()
             self._say_request()
         elif kind == "welcome":
