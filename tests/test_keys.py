@@ -3,8 +3,11 @@
 import contextlib
 import functools
 import os
+import shutil
 import socket
 import stat
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +22,7 @@ import zmq
 from short_runs import counting_config, train
 from tianji_jax.blueprint import Addresses, client_keys, connect, make_actor, plan
 from tianji_jax.cli import main
-from tianji_jax.config import Config, ConfigError
+from tianji_jax.config import Config, ConfigError, to_yaml
 from tianji_jax.transport import (
     Authenticator,
     ClientKeys,
@@ -234,6 +237,50 @@ def test_actors_from_outside_take_part_in_a_run(secured: bool, keys: Path, tmp_p
     assert reports[-1]["trajectories_rejected"] == 0
     assert sent.count(1) > 50
     assert sent.count(2) > 50
+
+
+def hand_out(source: Path, folder: Path, *names: str) -> Path:
+    """A folder of another host, with what `tianji keys new` says should go there."""
+    folder.mkdir(mode=0o700)
+    for name in names:
+        shutil.copy2(source / name, folder)
+    return folder
+
+
+def test_processes_with_keys_find_each_other_and_a_stranger_is_told_what_may_be_wrong(
+    keys: Path, tmp_path: Path
+) -> None:
+    make_keys(tmp_path / "other")
+    folders = {
+        "train": hand_out(keys, tmp_path / "learner", "learner.key_secret", "actor.key"),
+        "actor": hand_out(keys, tmp_path / "host", "learner.key", "actor.key_secret"),
+        "stranger": hand_out(tmp_path / "other", tmp_path / "stranger", "learner.key", "actor.key_secret"),
+    }
+    listen = f"tcp://127.0.0.1:{free_ports()}"
+    endless = {"run": {"environment_steps": 10**9}, "actors": {"count": 0, "listen": listen}}
+    path = tmp_path / "run.yaml"
+    path.write_text(to_yaml(counting_config(tmp_path / "runs", endless)))
+    logs = {who: tmp_path / f"{who}.log" for who in folders}
+    with contextlib.ExitStack() as processes:
+        for who, folder in folders.items():
+            command = [sys.executable, "-m", "tianji_jax.cli", "train" if who == "train" else "actor", str(path)]
+            command += [f"security.keys={folder}", *([] if who == "train" else ["--connect", listen])]
+            log = processes.enter_context(logs[who].open("w"))
+            process = subprocess.Popen(command, stdout=log, stderr=log)
+            processes.callback(process.wait)
+            processes.callback(process.kill)
+        until_says(logs["actor"], f"connected to {listen}")
+        until_says(logs["stranger"], "it does not have the same keys (security.keys of both sides)")
+        until_says(logs["train"], "127.0.0.1 is not let in")
+        until_says(next((tmp_path / "runs").glob("*/metrics.jsonl")), '"learner/loss"')
+        assert "connected to" not in logs["stranger"].read_text()
+
+
+def until_says(path: Path, words: str) -> None:
+    deadline = time.monotonic() + 90
+    while words not in path.read_text():
+        assert time.monotonic() < deadline, path.read_text()
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("blueprint", "learner"),
     # Whole runs.
     ("actor_process",),
-    ("launch", "remote_actor"),
+    ("evaluate", "launch", "remote_actor"),
     ("__init__", "cli"),
 )
 """Every module of tianji_jax, from the bottom up. A module imports from lower lines only, never from its own."""

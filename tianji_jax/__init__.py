@@ -10,12 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tianji_jax.config import Config, ConfigError, load, validate
+    from tianji_jax.evaluate import Evaluation, evaluate
     from tianji_jax.launch import Result, train
     from tianji_jax.worker import WorkerError
 
-__all__ = ["Config", "ConfigError", "Result", "WorkerError", "load", "train", "validate"]
+__all__ = ["Config", "ConfigError", "Evaluation", "Result", "WorkerError", "evaluate", "load", "train", "validate"]
 
-_HOMES = {"Result": "launch", "train": "launch", "WorkerError": "worker"}
+_HOMES = {
+    "Evaluation": "evaluate",
+    "evaluate": "evaluate",
+    "Result": "launch",
+    "train": "launch",
+    "WorkerError": "worker",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The command line: `tianji train`, `tianji actor`, `tianji config`, `tianji keys`, `tianji environments`."""
+"""The command line: `tianji train`, `eval`, `actor`, `config`, `keys`, `environments`."""
 
 import argparse
 import logging
@@ -83,6 +83,13 @@ def _parser() -> argparse.ArgumentParser:
     actor.add_argument("--id", type=int, help="of the first actor; drawn when it is not given")
     actor.set_defaults(command=_actor)
 
+    evaluate = commands.add_parser("eval", help="play a saved policy, greedily and sampled")
+    evaluate.add_argument("run", type=Path, help="folder of a run")
+    evaluate.add_argument("--episodes", type=int, default=100, help="how many (100)")
+    evaluate.add_argument("--best", action="store_true", help="the checkpoint with the best return, not the newest")
+    evaluate.add_argument("--seed", type=int, default=0, help="of the environments and of sampling (0)")
+    evaluate.set_defaults(command=_evaluate)
+
     config = commands.add_parser("config", help="check a configuration and print it with every default")
     config.add_argument("config", help="a YAML file")
     config.add_argument("overrides", nargs="*", help=overrides)
@@ -157,6 +164,15 @@ def _actor(options: argparse.Namespace) -> int:
         act(load(options.config, options.overrides), options.connect, options.count, options.id)
     except WorkerError as error:
         return _failed(error)
+    return 0
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from tianji_jax.evaluate import both, table
+
+    Console().print(table(both(options.run, options.episodes, best=options.best, seed=options.seed)))
     return 0
 
 
