@@ -1,11 +1,9 @@
-"""Keys: how they are made and kept, who gets in with them, and what is refused without."""
+"""Keys: who gets in with them, and what is refused without."""
 
 import contextlib
 import functools
-import os
 import shutil
 import socket
-import stat
 import subprocess
 import sys
 import threading
@@ -21,12 +19,10 @@ import zmq
 
 from short_runs import counting_config, train
 from tianji_jax.blueprint import Addresses, client_keys, connect, make_actor, plan
-from tianji_jax.cli import main
 from tianji_jax.config import Config, ConfigError, to_yaml
 from tianji_jax.transport import (
     Authenticator,
     ClientKeys,
-    KeyFileError,
     Outside,
     Refused,
     ServerKeys,
@@ -40,10 +36,6 @@ from tianji_jax.transport import (
 from tianji_jax.worker import Workers
 
 
-def mode(path: Path) -> int:
-    return stat.S_IMODE(path.stat().st_mode)
-
-
 def free_ports() -> int:
     """A port that is free, and the one after it as well."""
     while True:
@@ -55,98 +47,18 @@ def free_ports() -> int:
                 return port
 
 
+def assert_no_more_threads_than(before: set[threading.Thread]) -> None:
+    """Libraries' own threads, such as the one that feeds TensorBoard's files, end a moment after a run."""
+    deadline = time.monotonic() + 5
+    while left := set(threading.enumerate()) - before:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.01)
+
+
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
     make_keys(tmp_path / "keys")
     return tmp_path / "keys"
-
-
-def test_keys_are_made_for_their_owner_only_and_never_overwritten(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "new" / "keys"
-    before = os.umask(0o000)
-    try:
-        assert main(["keys", "new", str(folder)]) == 0
-    finally:
-        assert os.umask(before) == 0o000
-    told = capsys.readouterr().out
-    assert "learner.key_secret" in told
-    assert "actor's host gets learner.key and actor.key_secret" in told
-    names = {"learner.key", "learner.key_secret", "actor.key", "actor.key_secret"}
-    assert {path.name for path in folder.iterdir()} == names
-    assert mode(folder) == 0o700
-    assert {mode(path) for path in folder.iterdir()} == {0o600}
-    contents = {path: path.read_bytes() for path in folder.iterdir()}
-    assert main(["keys", "new", str(folder)]) == 2
-    assert "not overwritten" in capsys.readouterr().err
-    assert main(["keys", "new", str(folder), "--actor", "second"]) == 0
-    assert "second.key_secret" in capsys.readouterr().out
-    assert main(["keys", "new", str(folder), "--actor", "second"]) == 2
-    assert {path: path.read_bytes() for path in contents} == contents
-    assert len(load_server_keys(folder).clients) == 2
-    assert load_client_keys(folder).server == load_server_keys(folder).public
-
-
-@pytest.mark.parametrize("name", ["learner", "../actor", "", ".hidden", "a/b", "-x"])
-def test_names_that_will_not_do_are_refused(name: str, keys: Path) -> None:
-    with pytest.raises(KeyFileError, match="name"):
-        make_keys(keys, name)
-
-
-def test_folders_that_will_not_do_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(KeyFileError, match=r"no learner\.key: begin with"):
-        make_keys(tmp_path / "none", "second")
-    (tmp_path / "open").mkdir(mode=0o755)
-    with pytest.raises(KeyFileError, match=r"mode 755\): chmod 700 .*open"):
-        make_keys(tmp_path / "open")
-    assert list((tmp_path / "open").iterdir()) == []
-    (tmp_path / "file").write_text("")
-    with pytest.raises(KeyFileError, match=r"cannot write to .*file"):
-        make_keys(tmp_path / "file")
-
-
-@pytest.mark.parametrize("bits", [0o640, 0o604, 0o660, 0o610])
-def test_a_secret_that_others_can_read_is_not_used(bits: int, keys: Path) -> None:
-    for name, load in [("learner", load_server_keys), ("actor", load_client_keys)]:
-        secret = keys / f"{name}.key_secret"
-        secret.chmod(bits)
-        with pytest.raises(KeyFileError, match=rf"{name}\.key_secret .*mode {bits:o}\): chmod 600 .*{name}"):
-            load(keys)
-        secret.chmod(0o600)
-        load(keys)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "public-key = 'short'", f"public-key = '{'~' * 40}'", f"public-key = '{'#' * 40}'"]
-)
-def test_files_that_hold_no_keys_are_refused(text: str, keys: Path) -> None:
-    for name, load in [("actor.key", load_server_keys), ("learner.key", load_client_keys)]:
-        content = (keys / name).read_text()
-        (keys / name).write_text(text)
-        with pytest.raises(KeyFileError, match=name):
-            load(keys)
-        (keys / name).write_text(content)
-    (keys / "learner.key_secret").write_text((keys / "learner.key").read_text())
-    with pytest.raises(KeyFileError, match="pair"):
-        load_server_keys(keys)
-
-
-def test_missing_keys_are_named(keys: Path) -> None:
-    (keys / "actor.key").unlink()
-    with pytest.raises(KeyFileError, match="no actor's public key"):
-        load_server_keys(keys)
-    (keys / "learner.key").unlink()
-    with pytest.raises(KeyFileError, match=r"no .*learner\.key.*tianji keys new"):
-        load_client_keys(keys)
-    (keys / "actor.key_secret").unlink()
-    with pytest.raises(KeyFileError, match="no actor's secret key"):
-        load_client_keys(keys)
-
-
-def test_secrets_are_not_printed(keys: Path) -> None:
-    for loaded in (load_server_keys(keys), load_client_keys(keys)):
-        assert loaded.secret.decode() not in repr(loaded)
 
 
 @contextlib.contextmanager
@@ -226,13 +138,13 @@ def test_actors_from_outside_take_part_in_a_run(secured: bool, keys: Path, tmp_p
             "learner": {"trajectories_per_update": 3},
         },
     )
-    threads, workers, sent = threading.active_count(), Workers(), list[int]()
+    threads, workers, sent = set(threading.enumerate()), Workers(), list[int]()
     for actor_id in (1, 2):
         workers.start(f"actor {actor_id}", functools.partial(act_from_outside, config, actor_id, sent))
     result, reports = train(config)
     assert workers.close(10) == []
     workers.check()
-    assert threading.active_count() <= threads
+    assert_no_more_threads_than(threads)
     assert result.environment_steps >= 10_000
     assert reports[-1]["trajectories_rejected"] == 0
     assert sent.count(1) > 50
@@ -254,8 +166,9 @@ def test_processes_with_keys_find_each_other_and_a_stranger_is_told_what_may_be_
     folders = {
         "train": hand_out(keys, tmp_path / "learner", "learner.key_secret", "actor.key"),
         "actor": hand_out(keys, tmp_path / "host", "learner.key", "actor.key_secret"),
-        "stranger": hand_out(tmp_path / "other", tmp_path / "stranger", "learner.key", "actor.key_secret"),
+        "stranger": hand_out(tmp_path / "other", tmp_path / "stranger", "actor.key_secret"),
     }
+    shutil.copy2(keys / "learner.key", folders["stranger"])
     listen = f"tcp://127.0.0.1:{free_ports()}"
     endless = {"run": {"environment_steps": 10**9}, "actors": {"count": 0, "listen": listen}}
     path = tmp_path / "run.yaml"
@@ -377,10 +290,10 @@ def test_a_port_that_is_taken_is_said(which: int, tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", port + which))
         taken.listen()
         config = counting_config(tmp_path, {"actors": {"listen": f"tcp://127.0.0.1:{port}"}})
-        threads = threading.active_count()
+        threads = set(threading.enumerate())
         with pytest.raises(ConfigError, match=rf"actors\.listen: cannot listen at .*{port}.*in use"):
             train(config)
-        assert threading.active_count() <= threads
+        assert_no_more_threads_than(threads)
 
 
 @pytest.mark.parametrize(
