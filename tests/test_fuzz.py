@@ -34,8 +34,8 @@ PEERS = 8
 MESSAGES_PER_PEER = 250
 
 GROWTH_LIMIT = 32 * 2**20
-"""Bytes by which the process, senders included, may grow. Messages have 1.6 KB in 15 frames on average. In flight are at
-most `PEERS` times twice the high-water mark (256 messages on either side) of them: 7 MB, and as much for the frames'
+"""Bytes by which the process, senders included, may grow. Messages have 1.6 KB in 15 frames on average. In flight are
+at most `PEERS` times twice the high-water mark (256 messages on either side) of them: 7 MB, and as much for the frames'
 own records. All together they are 160 MB: a learner that kept a fifth of them would be found out."""
 
 PACE = threading.Event()
