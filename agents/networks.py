@@ -53,7 +53,7 @@ class NetworkConfig(AgentConfig):
       dtype: of the computation; parameters and outputs are float32.
     """
 
-    torso: Literal["auto"] | Torso = "auto"
+    torso: Literal["auto", "mlp", "small_cnn", "nature_cnn", "impala_resnet"] = "auto"
     hidden_sizes: tuple[PositiveInt, ...] | None = None
     activation: Literal["tanh", "relu", "silu", "gelu"] = "tanh"
     recurrence: Literal["none", "lstm", "gru"] = "none"

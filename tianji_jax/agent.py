@@ -25,7 +25,7 @@ class AgentConfig(BaseModel):
     Subclass it with annotated fields and defaults. Unknown keys and wrong types are refused.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Agent(Protocol):

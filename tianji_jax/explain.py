@@ -20,7 +20,8 @@ def explain(error: ValidationError, root: Any, prefix: tuple[str, ...] = ()) -> 
             message = problem["msg"].removeprefix("Value error, ")
             yield f"{setting}: {message}" if setting else message
         else:
-            yield f"{setting}: got {problem['input']!r}; {problem['msg'].replace('Input should', 'it should')}"
+            allowed = problem["msg"].replace("Input should", "it should").replace("a valid tuple", "a list")
+            yield f"{setting}: got {problem['input']!r}; {allowed}"
 
 
 def _descend(cls: Any, location: Sequence[str]) -> Any:
