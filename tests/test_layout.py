@@ -24,8 +24,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("actor", "receiver"),
     ("blueprint", "learner"),
     # Whole runs.
-    ("actor_process",),
-    ("evaluate", "launch", "remote_actor"),
+    ("actor_process", "saved_policy"),
+    ("evaluate", "export", "launch", "remote_actor"),
     ("__init__", "cli"),
 )
 """Every module of tianji_jax, from the bottom up. A module imports from lower lines only, never from its own."""

@@ -1,4 +1,4 @@
-"""The command line: `tianji train`, `eval`, `actor`, `config`, `keys`, `environments`."""
+"""The command line: `tianji train`, `eval`, `export`, `actor`, `config`, `keys`, `environments`."""
 
 import argparse
 import logging
@@ -90,6 +90,14 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--seed", type=int, default=0, help="of the environments and of sampling (0)")
     evaluate.set_defaults(command=_evaluate)
 
+    export = commands.add_parser("export", help="write a saved policy for programs without tianji_jax")
+    export.add_argument("run", type=Path, help="folder of a run")
+    export.add_argument("--output", type=Path, metavar="DIR", help="folder to write to (policy-VERSION in the run's)")
+    export.add_argument("--best", action="store_true", help="the checkpoint with the best return, not the newest")
+    export.add_argument("--greedy", action="store_true", help="the policy's mode, not samples")
+    export.add_argument("--batch", type=int, metavar="N", help="for N observations at a time only (any number)")
+    export.set_defaults(command=_export)
+
     config = commands.add_parser("config", help="check a configuration and print it with every default")
     config.add_argument("config", help="a YAML file")
     config.add_argument("overrides", nargs="*", help=overrides)
@@ -173,6 +181,14 @@ def _evaluate(options: argparse.Namespace) -> int:
     from tianji_jax.evaluate import both, table
 
     Console().print(table(both(options.run, options.episodes, best=options.best, seed=options.seed)))
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    from tianji_jax.export import EXAMPLE, export
+
+    folder = export(options.run, options.output, best=options.best, greedy=options.greedy, batch=options.batch)
+    print(f"wrote {folder}; try it: python {folder / EXAMPLE}")
     return 0
 
 
