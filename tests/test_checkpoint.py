@@ -291,7 +291,7 @@ def test_sigterm_saves_and_asks_to_be_started_again(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         output, errors = process.communicate(timeout=30)
     assert process.returncode == 75, errors
-    assert f"tianji train --resume {run}" in output
+    assert f"stopped; go on with: tianji train --resume {run}" in errors
     steps = reports_of(run)[-1]["environment_steps"]
     with start("train", "--resume", str(run), f"run.environment_steps={steps + 200}") as process:
         output, errors = process.communicate(timeout=60)

@@ -153,3 +153,12 @@ def test_every_shipped_configuration_is_valid(path: Path) -> None:
     agent = blueprint.config.agent["name"]
     assert path.stem.endswith(f"_{agent}")
     assert f"tianji train configs/{path.name}" in path.read_text()
+
+
+def test_names_that_are_no_folders_are_refused_and_an_empty_one_is_none() -> None:
+    for name in (".", ".."):
+        with pytest.raises(ConfigError, match=r"run\.name: got '\.+', which is no name of a folder"):
+            validate({**MINIMAL, "run": {"name": name}})
+    tree: dict[str, Any] = {}
+    apply_override(tree, "run.name=")
+    assert validate({**MINIMAL, **tree}).run.name == ""

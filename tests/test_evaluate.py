@@ -13,7 +13,7 @@ from short_runs import cartpole_config, counting_config
 from tianji_jax.checkpoint import FOLDER, Snapshot
 from tianji_jax.cli import main
 from tianji_jax.config import ConfigError
-from tianji_jax.evaluate import Evaluation, bootstrap, both, evaluate, interquartile_mean
+from tianji_jax.evaluate import Evaluation, bootstrap, evaluate, interquartile_mean
 
 
 class Uneven(gymnasium.Env[Any, Any]):
@@ -54,7 +54,7 @@ def test_the_policy_stays_as_it_is_and_the_same_seed_plays_the_same(tmp_path: Pa
     config = cartpole_config(tmp_path, {"run": {"environment_steps": 1000}})
     run = tianji_jax.train(config, show=False).path
     before = {path: path.stat().st_mtime_ns for path in (run / FOLDER).rglob("*")}
-    sampled, greedy = both(run, 12)
+    sampled, greedy = evaluate(run, 12), evaluate(run, 12, greedy=True)
     again = evaluate(run, 12)
     np.testing.assert_array_equal(sampled.returns, again.returns)
     assert greedy.greedy
@@ -109,7 +109,7 @@ def test_bad_input_is_refused_in_one_line(tmp_path: Path, capsys: pytest.Capture
     assert main(["eval", str(run), "--episodes", "2"]) == 0
     output = capsys.readouterr().out
     assert "sampled" in output
-    assert "greedy" not in output
+    assert "sampled only: the agent has no act_greedy" in output
     assert "15.0" in output
 
 

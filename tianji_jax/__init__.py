@@ -32,3 +32,7 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     return getattr(importlib.import_module(f"{__name__}.{_HOMES.get(name, 'config')}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

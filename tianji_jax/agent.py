@@ -6,7 +6,7 @@ is a function of its parameters. An agent of your own lives in your own package 
 """
 
 from abc import abstractmethod
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +78,22 @@ class Agent(Protocol):
         Returns:
           The next training state and the metrics. If `ess` is among the metrics (the effective sample size of the
           importance weights as a fraction of the batch, 0 to 1) it can stop the reuse of a batch (`balance.min_ess`).
+        """
+
+
+@runtime_checkable
+class CanBeGreedy(Protocol):
+    """What an agent may have besides: a way to play without exploring, for `tianji eval` and `tianji export`."""
+
+    def act_greedy(
+        self, params: PyTree, observation: PyTree, is_first: jax.Array, state: PyTree
+    ) -> tuple[jax.Array, PyTree]:
+        """The actions to take when nothing is to be found out, such as the policy's mode.
+
+        Args and shapes are those of `Agent.act`.
+
+        Returns:
+          action `[B, ...]` and the next recurrent state.
         """
 
 

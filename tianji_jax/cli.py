@@ -23,13 +23,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     try:
-        with interrupts():
+        with interrupts(at_once=True):
             return _run(options)
-    except Preempted:
+    except Preempted as error:
+        print(_stopped(error.advice), file=sys.stderr)
         return PREEMPTED
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(_stopped(str(error)), file=sys.stderr)
         return INTERRUPTED
+
+
+def _stopped(advice: str) -> str:
+    return f"stopped; {advice}" if advice else "stopped"
 
 
 def command() -> None:
@@ -88,6 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--episodes", type=int, default=100, help="how many (100)")
     evaluate.add_argument("--best", action="store_true", help="the checkpoint with the best return, not the newest")
     evaluate.add_argument("--seed", type=int, default=0, help="of the environments and of sampling (0)")
+    mode = evaluate.add_mutually_exclusive_group()
+    mode.add_argument("--greedy", action="store_true", default=None, help="only the policy's mode")
+    mode.add_argument("--sampled", dest="greedy", action="store_false", default=None, help="only samples")
     evaluate.set_defaults(command=_evaluate)
 
     export = commands.add_parser("export", help="write a saved policy for programs without tianji_jax")
@@ -178,9 +186,16 @@ def _actor(options: argparse.Namespace) -> int:
 def _evaluate(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from tianji_jax.evaluate import both, table
+    from tianji_jax.evaluate import play, table
+    from tianji_jax.saved_policy import load_policy
 
-    Console().print(table(both(options.run, options.episodes, best=options.best, seed=options.seed)))
+    policy = load_policy(options.run, best=options.best)
+    modes = ([False, True] if policy.can_be_greedy else [False]) if options.greedy is None else [options.greedy]
+    found = [play(policy, options.episodes, greedy, options.seed) for greedy in modes]
+    console = Console()
+    console.print(table(found))
+    if not policy.can_be_greedy:
+        console.print("sampled only: the agent has no act_greedy")
     return 0
 
 

@@ -48,6 +48,13 @@ class RunConfig(Section):
         description="folder where compiled programs are kept between runs; null: none",
     )
 
+    @field_validator("name")
+    @classmethod
+    def _folder_name(cls, name: str) -> str:
+        if name and not name.strip("."):
+            raise ValueError(f"got {name!r}, which is no name of a folder to make")
+        return name
+
 
 class EnvironmentConfig(Section):
     """What is played."""
@@ -354,7 +361,8 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     if not separator or not all(path):
         raise ConfigError(f"override {override!r} must read section.setting=value")
     try:
-        value = yaml.load(text, _Loader)
+        # YAML reads nothing as null; who writes `run.name=` means no name.
+        value = yaml.load(text, _Loader) if text else ""
     except yaml.YAMLError:
         raise ConfigError(f"override {override!r}: {text!r} is not valid YAML") from None
     node = tree

@@ -1,7 +1,7 @@
 """A policy in a file of its own, for programs that have JAX and NumPy but nothing of this package.
 
-The file holds a function lowered by `jax.export`, with the parameters inside it. It runs on all platforms it was lowered
-for, and JAX promises to read it for half a year of its releases. Beside it lies an example that uses it.
+The file holds a function lowered by `jax.export`, with the parameters inside it. It runs on every platform it was
+lowered for, and JAX promises to read it for half a year of its releases. Beside it lies an example that uses it.
 """
 
 from collections.abc import Callable

@@ -20,20 +20,27 @@ _SHOW_CURSOR = "\x1b[?25h"
 class Preempted(SystemExit):
     """SIGTERM: a scheduler wants the machine back. Exits with `PREEMPTED` where nobody catches it."""
 
-    def __init__(self) -> None:
+    def __init__(self, advice: str = "") -> None:
         super().__init__(PREEMPTED)
+        self.advice = advice
 
 
 class Interrupts:
     """Ctrl-C and SIGTERM for a program that may be importing, compiling, or waiting for its threads.
 
-    Until there is a run, a signal raises its exception where the main thread happens to be. That may be in a
-    callback of the garbage collector, where Python prints and forgets it, so it is also kept for `check`. Once there is
-    a run, a signal only sets the run's stop event: nothing is torn in the middle. A second Ctrl-C ends the process at
-    once; a second SIGTERM does not, because some schedulers send several.
+    Until there is a run, a signal raises its exception where the main thread happens to be, or ends the process at
+    once. The exception may be lost in a callback of the garbage collector, so the signal is also kept for `check`. Once
+    there is a run, a signal only sets the run's stop event: nothing is torn in the middle. A second Ctrl-C ends the
+    process at once; a second SIGTERM does not, because some schedulers send several.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, at_once: bool = False) -> None:
+        """
+        Args:
+          at_once: while there is no run, end the process without further ado. For a program of its own: an exception in
+            the middle of the import of a library of C would come out as another one.
+        """
+        self._at_once = at_once
         self._received: signal.Signals | None = None
         self._stop: threading.Event | None = None
 
@@ -48,10 +55,10 @@ class Interrupts:
         """Whether there was a signal."""
         return self._received is not None
 
-    def check(self) -> None:
-        """Raise if there was a signal: KeyboardInterrupt for Ctrl-C, `Preempted` for SIGTERM."""
+    def check(self, advice: str = "") -> None:
+        """Raise if there was a signal: KeyboardInterrupt for Ctrl-C, `Preempted` for SIGTERM, with `advice`."""
         if self._received is not None:
-            raise KeyboardInterrupt if self._received == signal.SIGINT else Preempted
+            raise KeyboardInterrupt(advice) if self._received == signal.SIGINT else Preempted(advice)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """What `signal.signal` calls."""
@@ -62,6 +69,9 @@ class Interrupts:
                 os.write(sys.stdout.fileno(), _SHOW_CURSOR.encode())
             os._exit(128 + number)
         self._received = signal.Signals(number)
+        if self._stop is None and self._at_once:
+            os.write(sys.stderr.fileno(), b"stopped\n")
+            os._exit(INTERRUPTED if number == signal.SIGINT else PREEMPTED)
         if self._stop is None:
             self.check()
         else:
@@ -72,13 +82,17 @@ _active: Interrupts | None = None
 
 
 @contextlib.contextmanager
-def interrupts() -> Iterator[Interrupts]:
-    """Handle signals within the block; a block within gets the same object. Only the main thread is sent any."""
+def interrupts(at_once: bool = False) -> Iterator[Interrupts]:
+    """Handle signals within the block; a block within gets the same object. Only the main thread is sent any.
+
+    Args:
+      at_once: see `Interrupts`.
+    """
     global _active
     if _active is not None or threading.current_thread() is not threading.main_thread():
         yield _active or Interrupts()
         return
-    _active = Interrupts()
+    _active = Interrupts(at_once)
     before = {number: signal.signal(number, _active.handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield _active

@@ -161,9 +161,7 @@ class Run:
             report = self._report_until_the_end(show)
             self._save_last(interruption)
         self.workers.check()
-        if show and interruption.received:
-            print(f"stopped; go on with: tianji train --resume {self.path}", flush=True)
-        interruption.check()
+        interruption.check(f"go on with: tianji train --resume {self.path}")
         return report
 
     def _report_until_the_end(self, show: bool) -> Report:

@@ -6,6 +6,7 @@ over `DATA_AXIS` with `jax.lax.pmean`). Under either mode the arrays outside loo
 carry a leading device dimension `[D, ...]`.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tianji_jax.config import ConfigError, LearnerConfig
 from tianji_jax.types import DATA_AXIS, ArraySpec, PyTree
+
+logger = logging.getLogger(__name__)
 
 Step = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 
@@ -146,6 +149,12 @@ def use_compilation_cache(folder: Path | None) -> None:
     """Keep compiled programs in `folder`, so that the next run starts in seconds."""
     if folder is None:
         return
-    jax.config.update("jax_compilation_cache_dir", str(folder.expanduser()))
+    folder = folder.expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        logger.warning("run.compilation_cache: cannot use %s (%s); every run compiles anew", folder, error.strerror)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from tianji_jax.agent import Agent
+from tianji_jax.agent import Agent, CanBeGreedy
 from tianji_jax.blueprint import plan
 from tianji_jax.checkpoint import restore
 from tianji_jax.config import Config, ConfigError, load
@@ -34,8 +34,8 @@ class SavedPolicy(NamedTuple):
 
     @property
     def can_be_greedy(self) -> bool:
-        """Whether the agent has `act_greedy` (see `tianji_jax.agent`)."""
-        return hasattr(self.agent, "act_greedy")
+        """Whether it can be played without exploring."""
+        return isinstance(self.agent, CanBeGreedy)
 
     def require_greedy(self) -> None:
         """
