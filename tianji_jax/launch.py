@@ -138,6 +138,8 @@ class Run:
             version,
         )
         self._attendance = Attendance(config.actors, lock_step=self._schedule is not None)
+        self._attendance.restarts = progress.get("restarts", 0)
+        self._attendance.trajectories_lost = progress.get("trajectories_lost", 0)
         self.workers = Workers()
         self._context: zmq.Context
         self._resources = contextlib.ExitStack()
@@ -199,6 +201,8 @@ class Run:
         progress = {
             "meter": meter,
             "ledger": dataclasses.asdict(self._pipeline.ledger.counts),
+            "restarts": self._attendance.restarts,
+            "trajectories_lost": self._attendance.trajectories_lost,
             "config": self._config.model_dump(mode="json"),
         }
         return Snapshot(version, self._copy(self.learner.state), progress, self._meter.window_return)
