@@ -1,5 +1,7 @@
 """The same runs with the learner, and where asked the policy, on a GPU."""
 
+import gzip
+import json
 from pathlib import Path
 from typing import Any
 
@@ -39,3 +41,45 @@ def test_cartpole_is_solved_on_the_gpu(tmp_path: Path) -> None:
     path = Path(__file__).parents[1] / "configs" / "cartpole_ppo.yaml"
     overrides: list[Any] = [f"run.directory={tmp_path}", "learner.platform=gpu"]
     assert tianji_jax.train(tianji_jax.load(path, overrides), show=False).solved
+
+
+def gpu_streams(folder: Path) -> dict[str, list[tuple[float, float]]]:
+    """Begin and end of what ran on the GPU in a profiler trace, by the name of its stream."""
+    (path,) = folder.rglob("*.trace.json.gz")
+    with gzip.open(path) as file:
+        events = json.load(file)["traceEvents"]
+    devices = {
+        event["pid"]
+        for event in events
+        if event.get("name") == "process_name" and event["args"]["name"].startswith("/device:GPU")
+    }
+    names = {
+        (event["pid"], event["tid"]): event["args"]["name"] for event in events if event.get("name") == "thread_name"
+    }
+    streams: dict[str, list[tuple[float, float]]] = {}
+    for event in events:
+        name = names.get((event.get("pid"), event.get("tid")), "")
+        if event.get("ph") == "X" and event["pid"] in devices and name.startswith("Stream"):
+            streams.setdefault(name, []).append((event["ts"], event["ts"] + event["dur"]))
+    return streams
+
+
+def test_the_transfer_of_the_next_batch_overlaps_the_update(tmp_path: Path) -> None:
+    config = cartpole_config(
+        tmp_path,
+        {
+            "run": {"environment_steps": 2_000_000},
+            "actors": {"environments": 2048, "unroll_length": 64},
+            "learner": {"platform": "gpu"},
+            "agent": {"name": "ppo", "epochs": 8, "minibatches": 8, "network": {"hidden_sizes": [1024, 1024]}},
+        },
+    )
+    with jax.profiler.trace(str(tmp_path / "trace")):
+        train(config)
+    streams = gpu_streams(tmp_path / "trace")
+    copies = [span for name, spans in streams.items() if "MemcpyH2D" in name for span in spans]
+    kernels = [span for name, spans in streams.items() if "Memcpy" not in name for span in spans]
+    assert copies, f"no copies to the GPU among the streams {sorted(streams)}"
+    assert any(
+        begin < end_kernel and begin_kernel < end for begin, end in copies for begin_kernel, end_kernel in kernels
+    )
