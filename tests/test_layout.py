@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # Whole runs.
     ("actor_process", "saved_policy"),
     ("evaluate", "export", "launch", "remote_actor"),
+    ("video",),
     ("__init__", "cli"),
 )
 """Every module of tianji_jax, from the bottom up. A module imports from lower lines only, never from its own."""

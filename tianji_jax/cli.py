@@ -96,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     mode = evaluate.add_mutually_exclusive_group()
     mode.add_argument("--greedy", action="store_true", default=None, help="only the policy's mode")
     mode.add_argument("--sampled", dest="greedy", action="store_false", default=None, help="only samples")
+    evaluate.add_argument("--video", type=Path, metavar="FILE.mp4", help="film one more episode")
     evaluate.set_defaults(command=_evaluate)
 
     export = commands.add_parser("export", help="write a saved policy for programs without tianji_jax")
@@ -188,9 +189,13 @@ def _evaluate(options: argparse.Namespace) -> int:
 
     from tianji_jax.evaluate import play, table
     from tianji_jax.saved_policy import load_policy
+    from tianji_jax.video import film
 
     policy = load_policy(options.run, best=options.best)
     modes = ([False, True] if policy.can_be_greedy else [False]) if options.greedy is None else [options.greedy]
+    if options.video is not None:
+        frames = film(policy, options.video, modes[-1], options.seed)
+        print(f"wrote {options.video}: an episode {'greedy' if modes[-1] else 'sampled'}, {frames:,} frames")
     found = [play(policy, options.episodes, greedy, options.seed) for greedy in modes]
     console = Console()
     console.print(table(found))

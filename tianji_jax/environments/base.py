@@ -68,6 +68,15 @@ class Environments(Protocol):
     def step(self, action: np.ndarray) -> Step:
         """`send` and `recv`."""
 
+    def render(self) -> np.ndarray:
+        """What the first environment looks like now, uint8 `[height, width, 3]`; needs option `render_mode: rgb_array`.
+
+        MuJoCo inside EnvPool ends the process where it finds no OpenGL.
+
+        Raises:
+          EnvironmentConfigError: there is nothing to see.
+        """
+
     def close(self) -> None:
         """Free the environments; a second call does nothing."""
 

@@ -106,6 +106,7 @@ class EnvPoolEnvironments:
             )
             # EnvPool makes them on first use, with the same warnings.
             _ = self._pool.observation_space, self._pool.action_space
+        self._name = name
         self._sources = _sources(task_spec)
         self._has_terminated = "info:terminated" in task_spec._state_keys
         self._has_raw_reward = "info:reward" in task_spec._state_keys
@@ -149,6 +150,13 @@ class EnvPoolEnvironments:
     def step(self, action: np.ndarray) -> Step:
         self.send(action)
         return self.recv()
+
+    def render(self) -> np.ndarray:
+        try:
+            picture: np.ndarray = self._pool.render(env_ids=0)[0]
+        except (RuntimeError, ValueError) as error:
+            raise EnvironmentConfigError(f"environment {self._name!r}: EnvPool says {error}") from error
+        return picture
 
     def close(self) -> None:
         if self._turn.close():
@@ -227,6 +235,12 @@ def _check_options(name: str, options: Mapping[str, Any], defaults: dict[str, An
         if key in reserved:
             raise EnvironmentConfigError(f"environment {name!r}: option {key!r} is not allowed: {reserved[key]}")
         if key in pixels:
+            continue
+        if key == "render_mode":
+            if value != "rgb_array":
+                raise EnvironmentConfigError(
+                    f"environment {name!r}: option {key!r} is {value!r}, allowed is 'rgb_array'"
+                )
             continue
         if key not in defaults:
             near = difflib.get_close_matches(key, allowed, n=1)

@@ -61,6 +61,7 @@ class GymnasiumEnvironments:
             self._vector = SyncVectorEnv(
                 [factory] * num_environments, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP
             )
+        self._name = name
         self.spec = _env_spec(name, self._vector.envs[0])
         self.num_environments = num_environments
         self._seed: int | None = seed
@@ -98,6 +99,18 @@ class GymnasiumEnvironments:
     def step(self, action: np.ndarray) -> Step:
         self.send(action)
         return self.recv()
+
+    def render(self) -> np.ndarray:
+        try:
+            picture: Any = self._vector.envs[0].render()
+        except (gymnasium.error.Error, NotImplementedError) as error:
+            reason = str(error) or "it has no render"
+            raise EnvironmentConfigError(f"environment {self._name!r} cannot be seen: {reason}") from error
+        if not isinstance(picture, np.ndarray) or picture.dtype != np.uint8 or picture.shape[2:] != (3,):
+            raise EnvironmentConfigError(
+                f"environment {self._name!r} renders {type(picture).__name__}, allowed is uint8 [height, width, 3]"
+            )
+        return picture
 
     def close(self) -> None:
         if self._turn.close():
