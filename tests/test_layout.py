@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("blueprint", "learner"),
     # Whole runs.
     ("actor_process", "saved_policy"),
-    ("evaluate", "export", "launch", "remote_actor"),
+    ("evaluation", "export", "launch", "remote_actor"),
     ("video",),
     ("__init__", "cli"),
 )

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tianji_jax.config import Config, ConfigError, load, validate
-    from tianji_jax.evaluate import Evaluation, evaluate
+    from tianji_jax.evaluation import Evaluation, evaluate
     from tianji_jax.launch import Result, train
     from tianji_jax.worker import WorkerError
 
 __all__ = ["Config", "ConfigError", "Evaluation", "Result", "WorkerError", "evaluate", "load", "train", "validate"]
 
+# No name here may be a module's too: importing the module would put it in the name's place.
 _HOMES = {
-    "Evaluation": "evaluate",
-    "evaluate": "evaluate",
+    "Evaluation": "evaluation",
+    "evaluate": "evaluation",
     "Result": "launch",
     "train": "launch",
     "WorkerError": "worker",

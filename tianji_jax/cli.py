@@ -187,7 +187,7 @@ def _actor(options: argparse.Namespace) -> int:
 def _evaluate(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from tianji_jax.evaluate import play, table
+    from tianji_jax.evaluation import play, table
     from tianji_jax.saved_policy import load_policy
     from tianji_jax.video import film
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from tianji_jax.config import ConfigError
 from tianji_jax.environments import EnvironmentConfigError, Environments, make
-from tianji_jax.evaluate import chooser, fresh_environments
+from tianji_jax.evaluation import chooser, fresh_environments
 from tianji_jax.saved_policy import SavedPolicy
 
 FRAMES_PER_SECOND = 30

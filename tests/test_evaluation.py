@@ -13,7 +13,9 @@ from short_runs import cartpole_config, counting_config
 from tianji_jax.checkpoint import FOLDER, Snapshot
 from tianji_jax.cli import main
 from tianji_jax.config import ConfigError
-from tianji_jax.evaluate import Evaluation, bootstrap, evaluate, interquartile_mean
+from tianji_jax.evaluation import Evaluation, bootstrap, evaluate, interquartile_mean, play
+from tianji_jax.normalisation import initial_statistics
+from tianji_jax.saved_policy import load_policy
 
 
 class Uneven(gymnasium.Env[Any, Any]):
@@ -41,6 +43,42 @@ def test_returns_and_numbers_are_exact(tmp_path: Path) -> None:
         assert found.returns.tolist() == [15.0] * episodes
         assert found.lengths.tolist() == [5] * episodes
         assert not found.greedy
+
+
+def test_the_function_is_not_hidden_by_a_module(tmp_path: Path) -> None:
+    run = tianji_jax.train(counting_config(tmp_path), show=False).path
+    for _ in range(2):
+        assert tianji_jax.evaluate(run, 2).mean.value == 15
+    clashes = {path.stem for path in Path(tianji_jax.__file__).parent.iterdir()} & set(tianji_jax.__all__)
+    assert not clashes
+
+
+def test_normalisers_are_frozen(tmp_path: Path) -> None:
+    agent = {"agent": {"name": "ppo", "minibatches": 1, "normalise_observations": True}}
+    run = tianji_jax.train(cartpole_config(tmp_path, agent), show=False).path
+    policy = load_policy(run)
+    before = jax.tree.map(np.array, policy.params)
+    assert before.observation_statistics["observation"].num_samples > 0
+    first = play(policy, 8, False, 0)
+    jax.tree.map(np.testing.assert_array_equal, before, policy.params)
+    # The statistics of one episode would change the play of the next.
+    np.testing.assert_array_equal(first.returns, play(policy, 8, False, 0).returns)
+    fresh = policy.params._replace(observation_statistics={"observation": initial_statistics((4,))})
+    greedy, other = play(policy, 8, True, 0), play(policy._replace(params=fresh), 8, True, 0)
+    assert not np.array_equal(greedy.returns, other.returns)  # they are used
+
+
+def test_intervals_are_the_percentiles_of_resampled_estimates() -> None:
+    # Of two values all resamples are known: both low 1/4, mixed 1/2, both high 1/4.
+    interval = bootstrap(np.array([0.0, 1.0]), np.mean)
+    assert (interval.value, interval.low, interval.high) == (0.5, 0.0, 1.0)
+    # One success in 40: the number of successes in a resample is binomial, whose 2.5 and 97.5 % points are 0 and 3.
+    rare = bootstrap(np.eye(40)[0], np.mean)
+    assert (rare.value, rare.low, rare.high) == (1 / 40, 0.0, pytest.approx(3 / 40))
+    # The interquartile mean is blind to one outlier, and nearly so its interval.
+    values = np.append(np.ones(99), 1000.0)
+    assert bootstrap(values, interquartile_mean).high == 1.0
+    assert bootstrap(values, np.mean).high > 10
 
 
 def test_short_episodes_do_not_crowd_out_long_ones(tmp_path: Path) -> None:
