@@ -286,7 +286,9 @@ def test_sigterm_saves_and_asks_to_be_started_again(tmp_path: Path) -> None:
     config = counting_config(tmp_path / "runs", SLOW, {"run": {"name": "run", "environment_steps": 10**9}})
     run = tmp_path / "runs" / "run"
     with start("train", str(write(config, tmp_path))) as process:
-        while process.poll() is None and not values(reports_of(run) if run.exists() else [], "learner/loss"):
+        while process.poll() is None and not values(
+            reports_of(run) if (run / "metrics.jsonl").exists() else [], "learner/loss"
+        ):
             time.sleep(0.1)
         process.send_signal(signal.SIGTERM)
         output, errors = process.communicate(timeout=30)

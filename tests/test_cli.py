@@ -71,3 +71,13 @@ def test_a_run_in_a_pipe_prints_lines_and_a_result(tmp_path: Path) -> None:
     assert "\x1b" not in done.stdout
     report = json.loads((tmp_path / "a" / "metrics.jsonl").read_text().splitlines()[-1])
     assert report["environment_steps"] >= 20000
+
+
+def test_overrides_may_stand_before_and_after_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--connect", "tcp://127.0.0.1:5555", "agent.learning_rate=fast", f"run.directory={tmp_path}"]
+    assert main(["actor", CARTPOLE, "run.seed=1", *given]) == 2
+    assert "agent.learning_rate: got 'fast'" in capsys.readouterr().err
+    for wrong in ("--conect=tcp://127.0.0.1:5555", "seed"):
+        with pytest.raises(SystemExit):
+            main(["actor", CARTPOLE, *given, wrong])
+        assert "unrecognized arguments" in capsys.readouterr().err

@@ -190,7 +190,10 @@ def restore(run_folder: Path, like: PyTree, *, best: bool = False, multiple_of: 
 
     folder = run_folder.resolve() / FOLDER
     if not folder.is_dir():
-        raise ConfigError(f"{run_folder} holds no checkpoint")
+        raise ConfigError(
+            f"{run_folder} holds no checkpoint: it ended before the first was due (checkpoint.every_seconds, "
+            "checkpoint.every_learner_steps); start it anew"
+        )
     with ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(create=False)) as manager:
         versions = sorted((v for v in manager.all_steps() if v % multiple_of == 0), reverse=True)
         found: dict[int, dict[str, Any]] = {}

@@ -20,7 +20,7 @@ FAILED = 1
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code: 0 done, 1 failed, 2 refused, 130 stopped by Ctrl-C, 75 by SIGTERM."""
-    options = _parser().parse_args(arguments)
+    options = _parse(arguments)
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     try:
         with interrupts(at_once=True):
@@ -31,6 +31,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         print(_stopped(str(error)), file=sys.stderr)
         return INTERRUPTED
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Overrides may stand before and after options; argparse by itself takes them in one place only."""
+    parser = _parser()
+    options, others = parser.parse_known_args(arguments)
+    if others and (not hasattr(options, "overrides") or any(o.startswith("-") or "=" not in o for o in others)):
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    if others:
+        options.overrides = [*options.overrides, *others]
+    return options
 
 
 def _stopped(advice: str) -> str:
@@ -142,12 +153,15 @@ def _train(options: argparse.Namespace) -> int:
         config = _resumed(options.resume, options.config, overrides)
     try:
         result = train(config, resume=options.resume)
-    except (WorkerError, CheckpointError) as error:
+    except WorkerError as error:
         return _failed(error)
+    except CheckpointError as error:
+        print(f"tianji: {error}", file=sys.stderr)
+        return FAILED
     outcome = "no episode finished" if result.episode_return is None else f"return {result.episode_return:,.1f}"
     print(
         f"{'solved: ' if result.solved else ''}{outcome} after {result.environment_steps:,} environment steps and "
-        f"{result.seconds:.1f} s; {result.path}"
+        f"{result.seconds:.1f} s{' of this process' if options.resume else ''}; {result.path}"
     )
     return 0
 

@@ -163,7 +163,7 @@ class Run:
             report = self._report_until_the_end(show)
             self._save_last(interruption)
         self.workers.check()
-        interruption.check(f"go on with: tianji train --resume {self.path}")
+        interruption.check(self._advice())
         return report
 
     def _report_until_the_end(self, show: bool) -> Report:
@@ -192,6 +192,13 @@ class Run:
         # In lock-step a run can only go on from where all actors began anew.
         if self._schedule is None or not interruption.received:
             self._checkpoints.save(self._snapshot())
+
+    def _advice(self) -> str:
+        """What to say of a run that was stopped."""
+        every = 1 if self._schedule is None else self._schedule.begin_every
+        if not every or self._pipeline.version < every:
+            return "nothing was saved"
+        return f"go on with: tianji train --resume {self.path}"
 
     def _snapshot(self) -> Snapshot:
         """The run as it is; on the learner's thread, or when that has ended."""
