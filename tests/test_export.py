@@ -119,6 +119,10 @@ def test_the_example_runs_alone_also_from_a_fixed_batch(tmp_path: Path) -> None:
     output = python("runpy.run_path(sys.argv[1])", tmp_path / "out" / "policy" / "example.py")
     assert output.startswith("[")
     assert len(output.split()) == 3
+    imports = {
+        line for line in (tmp_path / "out" / "policy" / "example.py").read_text().splitlines() if "import" in line
+    }
+    assert imports == {"from pathlib import Path", "import jax", "import numpy as np", "from jax import export"}
     exported = jax.export.deserialize(bytearray((tmp_path / "out" / "policy" / "policy.jax").read_bytes()))
     assert exported.platforms == PLATFORMS
     assert exported.in_avals[1].shape == (3, 2)

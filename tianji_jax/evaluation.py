@@ -168,10 +168,13 @@ def table(evaluations: list[Evaluation]) -> Table:
     """Evaluations side by side, for the terminal."""
     shown = Table(
         title=f"policy version {evaluations[0].version}, {len(evaluations[0].returns):,} episodes",
-        caption=f"95 % intervals: percentile bootstrap over episodes, {RESAMPLES:,} resamples",
+        caption=(
+            "IQM: interquartile mean, the middle half's\n"
+            f"95 %: interval by percentile bootstrap over episodes, {RESAMPLES:,} resamples"
+        ),
         min_width=60,
     )
-    for heading in ("", "mean (95 %)", "median", "interquartile mean (95 %)", "length"):
+    for heading in ("", "mean (95 %)", "median", "IQM (95 %)", "length"):
         shown.add_column(heading, justify="right" if heading else "left")
     for evaluation in evaluations:
         mean, iqm = (f"{x.value:,.1f} ({x.low:,.1f} to {x.high:,.1f})" for x in (evaluation.mean, evaluation.iqm))

@@ -32,7 +32,6 @@ _EXAMPLE = Template('''\
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import export
 
