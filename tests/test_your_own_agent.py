@@ -53,8 +53,24 @@ def test_document_is_whole() -> None:
         "actors.placement=process actors.count=2",
         "agent.name=grid_agent_nnx:GridAgentNNX",
     ]
+    # Where the first run lies, whose policy is played.
+    assert "tianji eval runs/Grid_grid_agent-GridAgent\n" in DOCUMENT.read_text()
     code = files()["grid.py"] + files()["grid_agent.py"]
     assert sum(bool(line.strip()) for line in code.splitlines()) < MAX_LINES
+
+
+def tianji(folder: Path, *arguments: str) -> str:
+    """What the command prints when it is given in the folder of those files."""
+    process = subprocess.run(
+        [sys.executable, "-m", "tianji_jax.cli", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 @pytest.mark.parametrize("command", commands(), ids=["linen", "linen in processes", "nnx"])
@@ -63,17 +79,13 @@ def test_document_learns(command: str, tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     # The command as it stands there, but for a run folder and compiled programs that are this test's own.
     own = [f"run.directory={tmp_path}", "run.name=run", "run.compilation_cache=null", "run.report_every_seconds=0.2"]
-    process = subprocess.run(
-        [sys.executable, "-m", "tianji_jax.cli", "train", "grid.yaml", *command.split(), *own],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert process.returncode == 0, process.stderr
+    printed = tianji(tmp_path, "train", "grid.yaml", *command.split(), *own)
     reports = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     reached, random = reports[-1]["episode_return"], random_return(tmp_path / "grid.py")
     assert random < -1
     assert reached > 0.5
-    assert f"solved: return {reached:,.1f} after" in process.stdout
+    assert f"solved: return {reached:,.1f} after" in printed
+    # Figures of so small returns are shown to one decimal.
+    played = dict(re.findall(r"(sampled|greedy)\W+([-\d.]+) \(", tianji(tmp_path, "eval", "run")))
+    assert float(played["sampled"]) > 0
+    assert float(played["greedy"]) > 0
