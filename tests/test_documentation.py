@@ -102,11 +102,27 @@ def test_named_settings_exist(path: Path, script: ModuleType) -> None:
             assert setting in known, f"{shown(path)}: {setting}"
 
 
-def test_module_map_is_whole() -> None:
+def module_map() -> list[list[str]]:
+    """The modules that docs/how_it_works.md names, line by line."""
     _, _, table = (ROOT / "docs" / "how_it_works.md").read_text().partition("## Modules")
-    named = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", table, re.M)))
+    return [re.findall(r"`(\w+)`", row) for row in re.findall(r"^\| (`.*?) \|", table, re.M)]
+
+
+def test_module_map_is_whole() -> None:
     package = ROOT / "tianji_jax"
     modules = {path.stem for path in package.glob("*.py")} | {
         path.parent.name for path in package.glob("*/__init__.py")
     }
-    assert sorted(named) == sorted(modules - {"__init__"}), "the module map in docs/how_it_works.md names others"
+    named = sorted(name for row in module_map() for name in row)
+    assert named == sorted(modules - {"__init__"}), "the module map in docs/how_it_works.md names others"
+
+
+def test_module_map_runs_upwards() -> None:
+    above: set[str] = set()
+    for row in module_map():
+        above |= set(row)
+        for name in row:
+            package = ROOT / "tianji_jax" / name
+            for path in package.rglob("*.py") if package.is_dir() else [package.with_suffix(".py")]:
+                imported = set(re.findall(r"^(?:from|import) tianji_jax\.(\w+)", path.read_text(), re.M))
+                assert imported <= above, f"the module map in docs/how_it_works.md has {name} before what it imports"
