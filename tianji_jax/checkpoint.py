@@ -5,6 +5,7 @@ run's progress (counters, the window of returns, the resolved configuration). Or
 renames that, so that a killed process or a full disk leaves the one before.
 """
 
+import contextlib
 import logging
 import queue
 import shutil
@@ -67,6 +68,8 @@ class Checkpoints:
         # One waits while one is written: every snapshot is a copy of the state in device memory.
         self._pending: queue.Queue[Snapshot] = queue.Queue(1)
         self._opened: Any = None
+        # At the end of a run the last save may meet one that is still being written.
+        self._saving = threading.Lock()
 
     def rewind(self, version: int) -> None:
         """Forget what lies after `version`, from which a run goes on: it could not be read, or will not come again."""
@@ -97,9 +100,14 @@ class Checkpoints:
             return
 
     def run(self, stop: threading.Event) -> None:
-        """Save what is handed over until `stop` is set. A save that fails is told and counted, and training goes on."""
-        self._manager()  # the first use takes longer than a save: it is over before there is something to save
-        while not stop.is_set():
+        """Save what is handed over until `stop` is set, and then what still waits.
+
+        A save that fails is told and counted, and training goes on.
+        """
+        # The first use takes longer than a save: it is over before there is something to save, which tells what fails.
+        with contextlib.suppress(Exception), self._saving:
+            self._manager()
+        while not (stop.is_set() and self._pending.empty()):
             try:
                 snapshot = self._pending.get(timeout=POLL_SECONDS)
             except queue.Empty:
@@ -115,8 +123,11 @@ class Checkpoints:
         Raises:
           CheckpointError: it could not be written.
         """
-        if snapshot.version == self._saved_version:
-            return
+        with self._saving:
+            if snapshot.version != self._saved_version:
+                self._save(snapshot)
+
+    def _save(self, snapshot: Snapshot) -> None:
         import orbax.checkpoint as ocp
 
         try:
