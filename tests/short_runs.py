@@ -1,6 +1,8 @@
 """Short whole runs for tests: real threads, processes and sockets, environments whose numbers are known."""
 
+import contextlib
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +50,14 @@ def train(config: Config) -> tuple[tianji_jax.Result, list[dict[str, Any]]]:
 def values(reports: list[dict[str, Any]], name: str) -> list[Any]:
     """All values of a figure that is not in every report (one without an update since the last has no lag)."""
     return [report[name] for report in reports if name in report]
+
+
+def free_ports() -> int:
+    """A port that is free, and the one after it as well."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                second.bind(("127.0.0.1", port + 1))
+                return port

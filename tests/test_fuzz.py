@@ -18,8 +18,7 @@ from gymnasium.envs.classic_control import CartPoleEnv
 
 import tianji_jax.blueprint
 import tianji_jax.launch
-from short_runs import cartpole_config, train
-from test_keys import free_ports
+from short_runs import cartpole_config, free_ports, train
 from tianji_jax.blueprint import Addresses, Blueprint, plan
 from tianji_jax.config import Config
 from tianji_jax.staleness import Ledger

@@ -17,7 +17,7 @@ import jax
 import pytest
 import zmq
 
-from short_runs import counting_config, train
+from short_runs import counting_config, free_ports, train
 from tianji_jax.blueprint import Addresses, client_keys, connect, make_actor, plan
 from tianji_jax.config import Config, ConfigError, to_yaml
 from tianji_jax.transport import (
@@ -34,17 +34,6 @@ from tianji_jax.transport import (
     make_keys,
 )
 from tianji_jax.worker import Workers
-
-
-def free_ports() -> int:
-    """A port that is free, and the one after it as well."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            with contextlib.suppress(OSError, OverflowError):
-                second.bind(("127.0.0.1", port + 1))
-                return port
 
 
 def assert_no_more_threads_than(before: set[threading.Thread]) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +18,7 @@ import yaml
 import zmq
 
 import tianji_jax
-from short_runs import counting_config
+from short_runs import counting_config, free_ports
 from tianji_jax import remote_actor
 from tianji_jax.attendance import SILENCE_SECONDS
 from tianji_jax.config import Config, ConfigError, to_yaml
@@ -34,17 +33,6 @@ def train(tmp_path: Path) -> Iterator[Callable[..., Training]]:
     """Starts a training, which ends when the test does."""
     with trainings(tmp_path) as begin:
         yield begin
-
-
-def free_port() -> int:
-    """One that is free, and the one after it as well."""
-    while True:
-        with socket.socket() as one, socket.socket() as two:
-            one.bind(("127.0.0.1", 0))
-            port: int = one.getsockname()[1]
-            with contextlib.suppress(OSError, OverflowError):
-                two.bind(("127.0.0.1", port + 1))
-                return port
 
 
 @pytest.fixture
@@ -67,7 +55,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
 
 def listening(tmp_path: Path, *overrides: dict[str, Any], count: int = 0) -> tuple[Path, str, Config]:
     """A configuration of a learner that listens, its file, and the address."""
-    address = f"tcp://127.0.0.1:{free_port()}"
+    address = f"tcp://127.0.0.1:{free_ports()}"
     actors = {"actors": {"count": count, "environments": 4, "unroll_length": 5, "listen": address}}
     config = counting_config(tmp_path / "runs", ENDLESS, actors, *overrides)
     path = tmp_path / "run.yaml"
@@ -98,7 +86,7 @@ def until_learning(folder: Path, process: "subprocess.Popen[str]", seconds: floa
 def test_actors_from_elsewhere_come_and_go(
     train: Callable[..., Training], start: Callable[..., "subprocess.Popen[str]"], tmp_path: Path
 ) -> None:
-    address = f"tcp://127.0.0.1:{free_port()}"
+    address = f"tcp://127.0.0.1:{free_ports()}"
     training = train(actors={"count": 1, "listen": address})
     training.until(lambda report: report["learner_steps"] > 0, 90)
     path = tmp_path / "run.yaml"
