@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     # Know nobody of the package.
-    ("types", "explain", "interrupts", "losses", "returns", "staleness", "worker"),
+    ("types", "explain", "interrupts", "startup", "losses", "returns", "staleness", "worker"),
     ("config", "transport.peers", "transport.sockets", "environments.memory"),
     # The nouns put to use.
     ("agent", "distributions", "normalisation", "environments.base", "metrics", "parallel", "transport.codec"),

@@ -23,6 +23,7 @@ from tianji_jax.attendance import Attendance
 from tianji_jax.blueprint import Addresses, connect, make_actor, plan
 from tianji_jax.config import Config, load
 from tianji_jax.parallel import actor_device, learner_devices, use_compilation_cache
+from tianji_jax.startup import collect_garbage_seldom
 from tianji_jax.worker import POLL_SECONDS
 
 logger = logging.getLogger(__name__)
@@ -194,6 +195,7 @@ def main() -> None:
     parser.add_argument("--parameters", required=True)
     parser.add_argument("--start", type=int, required=True, help="see Role.start")
     arguments = parser.parse_args()
+    collect_garbage_seldom()
     logging.basicConfig(level=logging.INFO)
     stop = threading.Event()
     threading.Thread(target=_until_end_of_input, args=(stop,), name="parent watch", daemon=True).start()

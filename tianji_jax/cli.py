@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tianji_jax.interrupts import INTERRUPTED, PREEMPTED, Preempted, interrupts
+from tianji_jax.startup import collect_garbage_seldom
 
 if TYPE_CHECKING:
     from tianji_jax.config import Config
@@ -53,6 +54,7 @@ def command() -> None:
 
     By now nothing runs and everything is on disk; to take an interpreter full of JAX apart would take most of a second.
     """
+    collect_garbage_seldom()
     try:
         code = main()
     except SystemExit as error:  # argparse
