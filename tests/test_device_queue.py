@@ -9,7 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tianji_jax.device_queue import Arrival, BatchAssembler, DeviceQueue
+from tianji_jax.metrics import Meter
 from tianji_jax.parallel import Parallel
+from tianji_jax.stopwatch import Stopwatch
+from tianji_jax.timeline import Timeline
 from tianji_jax.types import ArraySpec, DiscreteActions, EnvSpec, Stamp, Trajectory, trajectory_spec
 
 T = 3
@@ -75,7 +78,7 @@ def test_the_queue_is_first_in_first_out_bounded_and_tells_its_size(mode: str) -
     spec = make_spec(4)
     parallel = Parallel(jax.devices()[:2], mode)  # type: ignore[arg-type]
     assembler = BatchAssembler(spec, 1, 2)
-    queue = DeviceQueue(parallel, assembler, assembler.shard_spec(spec), capacity=2)
+    queue = DeviceQueue(parallel, assembler, assembler.shard_spec(spec), 2, Stopwatch("batcher", Meter(), Timeline()))
     stop, rng = threading.Event(), np.random.default_rng(0)
     arrivals = [make_arrival(spec, n, rng) for n in range(3)]
     assert queue.put(arrivals[:1], stop)
@@ -103,7 +106,7 @@ def test_a_full_queue_lets_go_when_told_to_stop() -> None:
     spec = make_spec(2)
     parallel = Parallel(jax.devices()[:1], "pmap")
     assembler = BatchAssembler(spec, 1, 1)
-    queue = DeviceQueue(parallel, assembler, assembler.shard_spec(spec), capacity=1)
+    queue = DeviceQueue(parallel, assembler, assembler.shard_spec(spec), 1, Stopwatch("batcher", Meter(), Timeline()))
     stop = threading.Event()
     arrival = make_arrival(spec, 0, np.random.default_rng(0))
     assert queue.put([arrival], stop)

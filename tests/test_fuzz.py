@@ -64,6 +64,7 @@ class Rubbish:
             "returns": b"",
             "lengths": b"",
             "seconds": {},
+            "sent": 0.0,
         }
         self._good = self.trajectory()
         kinds = [self.noise, self.truncated, self.cut, self.too_many, self.wrong_shape, self.claims, self.not_finite]

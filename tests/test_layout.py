@@ -11,11 +11,27 @@ ROOT = Path(__file__).parents[1]
 LAYERS: tuple[tuple[str, ...], ...] = (
     # Know nobody of the package.
     ("types", "explain", "interrupts", "startup", "losses", "returns", "staleness", "worker"),
-    ("config", "transport.peers", "transport.sockets", "environments.memory"),
+    ("config", "timeline", "usage", "transport.peers", "transport.sockets", "environments.memory"),
     # The nouns put to use.
-    ("agent", "distributions", "normalisation", "environments.base", "metrics", "parallel", "transport.codec"),
-    ("attendance", "checkpoint", "console", "run_folder", "testing", "transport.events", "transport.keys"),
-    ("environments.envpool", "environments.gymnasium", "sinks", "transport.router", "transport.trajectory_client"),
+    (
+        "agent",
+        "distributions",
+        "normalisation",
+        "environments.base",
+        "metrics",
+        "parallel",
+        "profile",
+        "transport.codec",
+    ),
+    ("attendance", "checkpoint", "limits", "stopwatch", "run_folder", "testing", "transport.events", "transport.keys"),
+    (
+        "environments.envpool",
+        "environments.gymnasium",
+        "console",
+        "sinks",
+        "transport.router",
+        "transport.trajectory_client",
+    ),
     ("environments", "transport.parameters", "transport.trajectories"),
     ("transport",),
     ("balance", "device_queue"),
@@ -25,7 +41,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("blueprint", "learner"),
     # Whole runs.
     ("actor_process", "saved_policy"),
-    ("evaluation", "export", "launch", "remote_actor"),
+    ("evaluation", "export", "launch", "remote_actor", "watch"),
     ("video",),
     ("__init__", "cli"),
 )

@@ -13,7 +13,7 @@ from tianji_jax.agent import AgentConfig, Metrics
 from tianji_jax.balance import Balance
 from tianji_jax.config import BalanceConfig, StalenessConfig
 from tianji_jax.device_queue import Arrival, BatchAssembler, DeviceQueue, ReadyBatch
-from tianji_jax.learner import Learner, Outputs, Publisher, init_state, update_step
+from tianji_jax.learner import Learner, Outputs, Publisher, Update, init_state, update_step
 from tianji_jax.metrics import Meter
 from tianji_jax.parallel import Parallel
 from tianji_jax.receiver import Pipeline
@@ -80,7 +80,7 @@ class Rig:
         # More credit than the law allows: these tests want to see what happens when it is broken.
         judge = StalenessFilter(config.fresh_lag, config.max_lag)
         self.pipeline = Pipeline(judge, Balance(8, 1), self.meter, Ledger())
-        self.queue = DeviceQueue(self.parallel, assembler, shard_spec, capacity=8)
+        self.queue = DeviceQueue(self.parallel, assembler, shard_spec, 8, self.pipeline.stopwatch("batcher"))
         self.published: list[int] = []
         self.publisher = Publisher(self, self.pipeline, max_bad_updates=3)  # type: ignore[arg-type]
         state = self.parallel.init(lambda: init_state(self.agent, 0))
@@ -171,7 +171,7 @@ def test_an_update_that_is_not_finite_is_skipped_on_all_devices_and_counted() ->
 def test_too_many_bad_updates_in_a_row_end_the_run() -> None:
     rig = Rig(max_lag=8)
     outputs = Outputs({"w": jnp.zeros(3)}, {"loss": jnp.float32(np.nan)}, jnp.int32(3))
-    rig.publisher.put(1, outputs, rig.stop)
+    rig.publisher.put(Update(1, (), outputs), rig.stop)
     with pytest.raises(FloatingPointError, match=r"3 updates in a row .*learner.max_bad_updates=3"):
         rig.publisher.run(rig.stop)
 

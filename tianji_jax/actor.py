@@ -72,13 +72,23 @@ class _Half:
 
 
 class Seconds(NamedTuple):
-    """Where an actor's time went during one unroll, in seconds."""
+    """Where an actor's time went between two trajectories, in seconds.
 
+    Attributes:
+      sending: the trajectory before.
+      credit: waiting for one.
+      parameters: waiting for new ones and taking them over.
+      environment: waiting for environments to step.
+      inference: choosing actions.
+      building: the rest of the unroll, which fills the trajectory.
+    """
+
+    sending: float = 0.0
     credit: float = 0.0
     parameters: float = 0.0
     environment: float = 0.0
     inference: float = 0.0
-    sending: float = 0.0
+    building: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -135,7 +145,7 @@ class Actor:
     def run(self, trajectories: TrajectoryClient, parameters: ParameterClient, stop: threading.Event) -> None:
         """Act until `stop` is set."""
         role, schedule = self._role, self._role.schedule
-        version, params = -1, None
+        version, params, sending = -1, None, 0.0
         sequence = 0 if schedule is None else schedule.first_sequence(role.actor_id, role.start)
         try:
             trajectories.hello(stop, CONNECT_SECONDS, sequence)
@@ -160,10 +170,11 @@ class Actor:
                     self._begin(version)
                 # The next credit travels while this unroll is acted.
                 trajectories.request()
-                waits = Seconds(credit=granted - began, parameters=time.perf_counter() - granted)
+                waits = Seconds(sending, granted - began, time.perf_counter() - granted)
                 episodes, seconds = self._unroll(params, parameters, waits)
-                stamp = Stamp(version, role.actor_id, sequence)
+                stamp, unrolled = Stamp(version, role.actor_id, sequence), time.perf_counter()
                 trajectories.send(stamp, self._builder.trajectory, episodes, seconds._asdict())
+                sending = time.perf_counter() - unrolled
                 sequence += 1
         finally:
             self._end()
@@ -197,7 +208,7 @@ class Actor:
     def _unroll(self, params: PyTree, parameters: ParameterClient, waits: Seconds) -> tuple[list[Episode], Seconds]:
         """Act `T` steps in all environments. While one half steps, the policy acts for the other."""
         clock = time.perf_counter
-        environment = inference = 0.0
+        start, environment, inference = clock(), 0.0, 0.0
         episodes: list[Episode] = []
         builder, halves = self._builder, self._halves
         builder.begin([(half.where, half.state) for half in halves])
@@ -219,7 +230,8 @@ class Actor:
                     inference += clock() - began
                     half.environments.send(action)
                     builder.act(t, half.where, action, extras)
-        return episodes, waits._replace(environment=environment, inference=inference)
+        building = clock() - start - environment - inference
+        return episodes, waits._replace(environment=environment, inference=inference, building=building)
 
     def _choose_for(self, half: _Half, params: PyTree) -> tuple[np.ndarray, PyTree]:
         action, extras, half.state = self._act(

@@ -1,4 +1,4 @@
-"""The command line: `tianji train`, `eval`, `export`, `actor`, `config`, `keys`, `environments`."""
+"""The command line: `tianji train`, `watch`, `eval`, `export`, `actor`, `config`, `keys`, `environments`."""
 
 import argparse
 import logging
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 REFUSED = 2
 FAILED = 1
+
+OVERRIDES = "section.setting=value, for example agent.learning_rate=1e-3 run.seed=2"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,27 +82,47 @@ def _run(options: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tianji", description="Asynchronous deep reinforcement learning on JAX.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    overrides = "section.setting=value, for example agent.learning_rate=1e-3 run.seed=2"
+    _add_training(commands)
+    _add_saved(commands)
+    _add_setting_up(commands)
+    return parser
 
+
+def _add_training(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     train = commands.add_parser("train", help="train an agent")
     train.add_argument("config", nargs="?", help="a YAML file; configs/ has one for each run worth repeating")
-    train.add_argument("overrides", nargs="*", help=overrides)
+    train.add_argument("overrides", nargs="*", help=OVERRIDES)
     train.add_argument(
         "--resume",
         type=Path,
         metavar="RUN",
         help="go on with the run in this folder, with its own configuration unless another is given",
     )
+    train.add_argument(
+        "--profile",
+        type=_positive,
+        nargs="?",
+        const=20,
+        default=0,
+        metavar="N",
+        help="profile N updates (20) after the first few: what JAX runs, and a timeline of all threads and actors",
+    )
     train.set_defaults(command=_train)
+
+    watch = commands.add_parser("watch", help="show how a run stands, from another terminal")
+    watch.add_argument("run", type=Path, help="folder of a run")
+    watch.set_defaults(command=_watch)
 
     actor = commands.add_parser("actor", help="act for a learner that runs elsewhere (its actors.listen)")
     actor.add_argument("config", help="a YAML file that agrees with the learner's")
-    actor.add_argument("overrides", nargs="*", help=overrides)
+    actor.add_argument("overrides", nargs="*", help=OVERRIDES)
     actor.add_argument("--connect", metavar="tcp://HOST:PORT", required=True, help="where the learner listens")
     actor.add_argument("--count", type=int, default=1, metavar="K", help="actors, each a thread of this process")
     actor.add_argument("--id", type=int, help="of the first actor; drawn when it is not given")
     actor.set_defaults(command=_actor)
 
+
+def _add_saved(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     evaluate = commands.add_parser("eval", help="play a saved policy, greedily and sampled")
     evaluate.add_argument("run", type=Path, help="folder of a run")
     evaluate.add_argument("--episodes", type=int, default=100, help="how many (100)")
@@ -120,9 +142,11 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--batch", type=int, metavar="N", help="for N observations at a time only (any number)")
     export.set_defaults(command=_export)
 
+
+def _add_setting_up(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     config = commands.add_parser("config", help="check a configuration and print it with every default")
     config.add_argument("config", help="a YAML file")
-    config.add_argument("overrides", nargs="*", help=overrides)
+    config.add_argument("overrides", nargs="*", help=OVERRIDES)
     config.set_defaults(command=_config)
 
     keys = commands.add_parser("keys", help="make keys for actors on other hosts")
@@ -134,7 +158,13 @@ def _parser() -> argparse.ArgumentParser:
     environments = commands.add_parser("environments", help="list the names of environments")
     environments.add_argument("word", nargs="?", default="", help="only names that contain this")
     environments.set_defaults(command=_environments)
-    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return number
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -154,7 +184,7 @@ def _train(options: argparse.Namespace) -> int:
     else:
         config = _resumed(options.resume, options.config, overrides)
     try:
-        result = train(config, resume=options.resume)
+        result = train(config, resume=options.resume, profile=options.profile)
     except WorkerError as error:
         return _failed(error)
     except CheckpointError as error:
@@ -186,6 +216,13 @@ def _failed(error: Exception) -> int:
     traceback.print_exception(error.__cause__ or error)
     print(f"tianji: {error}", file=sys.stderr)
     return FAILED
+
+
+def _watch(options: argparse.Namespace) -> int:
+    from tianji_jax.watch import watch
+
+    print(watch(options.run))
+    return 0
 
 
 def _actor(options: argparse.Namespace) -> int:

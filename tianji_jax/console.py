@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tianji_jax.config import Config
+from tianji_jax.limits import advice
 from tianji_jax.metrics import Report
 
 LINE_SECONDS = 5.0
@@ -38,6 +39,11 @@ def display(config: Config, title: str, subtitle: str, show: bool) -> Display:
         return _Nothing()
     console = Console()
     return _Panel(config, title, subtitle, console) if console.is_terminal else _Lines(config, f"{title}\n{subtitle}")
+
+
+def heading(config: Config) -> str:
+    """What a run is about."""
+    return f"{config.agent['name']} on {config.environment.name}"
 
 
 def time_left(config: Config, report: Report) -> float | None:
@@ -102,6 +108,8 @@ class _Lines:
             parts.append(f"dropped {report['trajectories_dropped']:,} rejected {report['trajectories_rejected']:,}")
         if report.get("actors_hung"):
             parts.append(_actors(report))
+        if "limited_by" in report:
+            parts.append(f"limited by {report['limited_by']}")
         parts.append(f"left {duration(time_left(self._config, report))}")
         print("  ".join(parts), flush=True)
 
@@ -136,7 +144,7 @@ class _Panel:
         steps, limit = report["environment_steps"], self._config.run.environment_steps
         bar = ProgressBar(total=limit, completed=min(steps, limit))
         return Panel(
-            Group(grid, bar),
+            Group(grid, _rows(*self._times(report)), bar),
             title=self._title,
             title_align="left",
             subtitle=self._subtitle,
@@ -144,6 +152,12 @@ class _Panel:
             border_style="cyan",
             padding=(0, 1),
         )
+
+    def _times(self, report: Report) -> list[tuple[str, str]]:
+        rows = [("frames/s", _rates(report))]
+        rows += [(f"{who} time", text) for who in ("actor", "learner") if (text := _shares(report, who))]
+        sentence = advice(report, self._config)
+        return rows if sentence is None else [*rows, ("limited by", sentence)]
 
     def _progress(self, report: Report) -> Table:
         goal = self._config.run.stop_at_return
@@ -173,6 +187,20 @@ class _Panel:
         names = ("loss", "entropy", "kl", "ess", "gradient_norm")
         shown = [(name, f"{report[f'learner/{name}']:.3g}") for name in names if f"learner/{name}" in report]
         return _rows(("version", f"{report['policy_version']:,}"), *shown[:4])
+
+
+def _rates(report: Report) -> str:
+    """Over the last 10 seconds, and over longer ones once there are so many."""
+    known = [seconds for seconds, next_shorter in ((60, 10), (300, 60)) if report["wall_seconds"] > next_shorter]
+    longer = "".join(f", {report[f'frames_per_second_{seconds}']:,.0f} in {seconds} s" for seconds in known)
+    return f"{report['frames_per_second']:,.0f} in 10 s{longer}"
+
+
+def _shares(report: Report, who: str) -> str:
+    """The stages that take most of its time."""
+    prefix = f"{who}_time/"
+    shares = [(value, name.removeprefix(prefix)) for name, value in report.items() if name.startswith(prefix)]
+    return ", ".join(f"{name} {value:.0%}" for value, name in sorted(shares, reverse=True)[:4] if value >= 0.005)
 
 
 def _actors(report: Report) -> str:

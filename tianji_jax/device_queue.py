@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from tianji_jax.parallel import Parallel
+from tianji_jax.stopwatch import Stopwatch
 from tianji_jax.types import ArraySpec, Episode, PyTree, Stamp, Trajectory
 from tianji_jax.worker import POLL_SECONDS
 
@@ -125,11 +126,22 @@ class DeviceQueue:
     Bounded in batches: each costs `nbytes` of memory over all devices, and waiting in it makes a batch older.
     """
 
-    def __init__(self, parallel: Parallel, assembler: BatchAssembler, shard_spec: Shard, capacity: int) -> None:
+    def __init__(
+        self, parallel: Parallel, assembler: BatchAssembler, shard_spec: Shard, capacity: int, stopwatch: Stopwatch
+    ) -> None:
+        """
+        Args:
+          parallel: the devices.
+          assembler: of the batches.
+          shard_spec: what it makes.
+          capacity: in batches.
+          stopwatch: of the thread that calls `put`.
+        """
         self.capacity = capacity
         self.nbytes = parallel.num_devices * sum(spec.nbytes for spec in jax.tree.leaves(shard_spec))
         self._parallel = parallel
         self._assembler = assembler
+        self._stopwatch = stopwatch
         self._queue: queue.Queue[ReadyBatch] = queue.Queue(capacity)
 
     def __len__(self) -> int:
@@ -137,11 +149,15 @@ class DeviceQueue:
 
     def put(self, arrivals: Sequence[Arrival], stop: threading.Event) -> bool:
         """Assemble, begin the transfer, and wait for a place; False when `stop` was set first."""
-        shards = self._parallel.shard(self._assembler.assemble(arrivals))
+        with self._stopwatch("assembly"):
+            shards = self._parallel.shard(self._assembler.assemble(arrivals))
+            for arrival in arrivals:
+                self._stopwatch.arrow(arrival.stamp, "t")
         batch = ReadyBatch(shards, [arrival._replace(trajectory=None) for arrival in arrivals])
         while not stop.is_set():
             try:
-                self._queue.put(batch, timeout=POLL_SECONDS)
+                with self._stopwatch("queue"):
+                    self._queue.put(batch, timeout=POLL_SECONDS)
             except queue.Full:
                 continue
             return True

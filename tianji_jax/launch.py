@@ -20,19 +20,22 @@ from tianji_jax.balance import Balance
 from tianji_jax.blueprint import Addresses, Blueprint, connect, listen, make_actor, plan, schedule, server_keys
 from tianji_jax.checkpoint import Checkpoints, Saved, Snapshot, restore
 from tianji_jax.config import Config, ConfigError, to_yaml, validate
-from tianji_jax.console import display
+from tianji_jax.console import display, heading
 from tianji_jax.device_queue import BatchAssembler, DeviceQueue
 from tianji_jax.interrupts import Interrupts, interrupts
 from tianji_jax.learner import Learner, Publisher, first_params, init_state, update_step
+from tianji_jax.limits import what_limits
 from tianji_jax.lock_step import LockStepBalance, Order
 from tianji_jax.metrics import Meter, Report
 from tianji_jax.parallel import Parallel, actor_device, learner_devices, use_compilation_cache
+from tianji_jax.profile import Profile
 from tianji_jax.receiver import Batcher, Pipeline, Receiver
 from tianji_jax.run_folder import CONFIG, held, make_run_folder, rewind_metrics
 from tianji_jax.sinks import check_installed, open_sinks
 from tianji_jax.staleness import Counts, Ledger, StalenessFilter
 from tianji_jax.transport import local_address
 from tianji_jax.types import PyTree
+from tianji_jax.usage import CpuUsage
 from tianji_jax.worker import Workers
 
 logger = logging.getLogger(__name__)
@@ -64,7 +67,9 @@ class Result:
     train_state: PyTree
 
 
-def train(config: Config | Mapping[str, Any], *, show: bool = True, resume: str | Path | None = None) -> Result:
+def train(
+    config: Config | Mapping[str, Any], *, show: bool = True, resume: str | Path | None = None, profile: int = 0
+) -> Result:
     """Train until `run.environment_steps` or `run.stop_at_return`.
 
     Args:
@@ -72,6 +77,7 @@ def train(config: Config | Mapping[str, Any], *, show: bool = True, resume: str 
       show: print progress to standard output.
       resume: folder of a run to go on with, from its newest checkpoint; `config` may differ from that run's in all that
         leaves the shapes of its arrays alone.
+      profile: updates to profile, after the first few; what is found lies in the run's folder.
 
     Raises:
       ConfigError: the configuration cannot run; nothing has been started.
@@ -87,6 +93,7 @@ def train(config: Config | Mapping[str, Any], *, show: bool = True, resume: str 
         use_compilation_cache(config.run.compilation_cache)
         devices = learner_devices(config.learner)
         run = Run(plan(config), Parallel(devices, config.learner.parallel), None if resume is None else Path(resume))
+        run.profile_updates = profile
         interruption.stop_by(run.workers.stop)
         report = run.execute(show, interruption)
     return Result(
@@ -128,7 +135,6 @@ class Run:
         progress = {} if self._saved is None else self._saved.progress
         version = 0 if self._saved is None else self._saved.version
         self._copy = parallel.copier(state_spec)
-        self._devices = DeviceQueue(parallel, assembler, shard_spec, config.learner.queue_capacity)
         self._meter = Meter(blueprint.env_spec.frame_skip, progress.get("meter"))
         self._pipeline = Pipeline(
             StalenessFilter(config.staleness.fresh_lag, max_lag),
@@ -137,10 +143,14 @@ class Run:
             Ledger(Counts(**progress.get("ledger", {}))),
             version,
         )
+        stopwatch = self._pipeline.stopwatch("batcher")
+        self._devices = DeviceQueue(parallel, assembler, shard_spec, config.learner.queue_capacity, stopwatch)
         self._attendance = Attendance(config.actors, lock_step=self._schedule is not None)
         self._attendance.restarts = progress.get("restarts", 0)
         self._attendance.trajectories_lost = progress.get("trajectories_lost", 0)
+        self._stopwatch, self._cpu = self._pipeline.stopwatch("dispatcher"), CpuUsage()
         self.workers = Workers()
+        self.profile_updates = 0
         self._context: zmq.Context
         self._resources = contextlib.ExitStack()
         self.path = Path()
@@ -158,6 +168,7 @@ class Run:
             self._sinks = folder.enter_context(open_sinks(self.path, config, self._meter.environment_steps))
             self._checkpoints = Checkpoints(self.path, config.checkpoint, self._schedule is not None)
             folder.callback(self._checkpoints.close)
+            self._profile = Profile(self.path, self.profile_updates, self._pipeline.timeline)
             if self._resume is not None:
                 self._checkpoints.rewind(self._pipeline.version)
             report = self._report_until_the_end(show)
@@ -221,8 +232,10 @@ class Run:
 
     def _between_updates(self) -> bool:
         """On the learner's thread before each update: hands over a checkpoint that is due; whether the run is over."""
+        self._profile.between_updates(self._pipeline.version)
         if self._checkpoints.due(self._pipeline.version):
-            self._checkpoints.put(self._snapshot(), self.workers.stop)
+            with self._stopwatch("checkpoints"):
+                self._checkpoints.put(self._snapshot(), self.workers.stop)
         return self._meter.environment_steps >= self._config.run.environment_steps or self.solved()
 
     def _start(self) -> None:
@@ -272,12 +285,14 @@ class Run:
         step = self._lowered.compile()
         self.learner = Learner(state, step, self._devices, self._pipeline, self._config.balance, publisher)
         self.learner.run(stop, self._between_updates)
+        self._profile.close()
         self._learned = True
         stop.set()
 
     def _report(self) -> Report:
         counts, rejections = self._pipeline.ledger.counts, self._pipeline.ledger.rejections
-        return {
+        used, busy = self._cpu.cores()
+        report = {
             **self._meter.report(),
             "policy_version": self._pipeline.version,
             "checkpoints_failed": self._checkpoints.failed,
@@ -293,11 +308,13 @@ class Run:
             **{f"rejected/{reason}": number for reason, number in rejections.items()},
             "trajectories_lost": self._attendance.trajectories_lost,
             "device_queue_fill": len(self._devices) / self._devices.capacity,
+            "cores_used": used,
+            "cores_busy": busy,
         }
+        return report | {"limited_by": stage} if (stage := what_limits(report)) else report
 
     def _headings(self) -> tuple[str, str]:
         actors, parallel = self._config.actors, self._parallel
-        title = f"{self._config.agent['name']} on {self._config.environment.name}"
         parts = [
             str(self.path),
             f"{_plural(actors.count, f'actor {actors.placement}')} x {actors.environments}",
@@ -306,7 +323,7 @@ class Run:
         ]
         if actors.listen is not None:
             parts.insert(2, f"more at {actors.listen}")
-        return title, ", ".join(parts)
+        return heading(self._config), ", ".join(parts)
 
     def _stop_workers(self) -> None:
         left = self.workers.close(CLOSE_SECONDS)

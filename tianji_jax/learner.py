@@ -117,6 +117,7 @@ class Learner:
         self._pipeline = pipeline
         self._balance = balance
         self._publisher = publisher
+        self._stopwatch = pipeline.stopwatch("dispatcher")
         self._ready: ReadyBatch | None = None
         self._passes = 0
 
@@ -129,7 +130,9 @@ class Learner:
                 continue
             # Wait only shortly while a reuse may become possible: the update before has to finish first.
             waiting_for_reuse = self._passes < self._balance.max_reuse
-            ready = ready or self._devices.get(REUSE_POLL_SECONDS if waiting_for_reuse else POLL_SECONDS)
+            if ready is None:
+                with self._stopwatch("waiting"):
+                    ready = self._devices.get(REUSE_POLL_SECONDS if waiting_for_reuse else POLL_SECONDS)
             if ready is not None:
                 self._consume(ready, stop)
 
@@ -155,9 +158,13 @@ class Learner:
 
     def _update(self, stop: threading.Event) -> None:
         assert self._ready is not None
-        self.state, outputs = self._step(self.state, self._ready.shards)
-        self._pipeline.version += 1
-        self._publisher.put(self._pipeline.version, outputs, stop)
+        version = self._pipeline.version + 1
+        with self._stopwatch("dispatching", version=version):
+            for arrival in self._ready.arrivals:
+                self._stopwatch.arrow(arrival.stamp, "f")
+            self.state, outputs = self._step(self.state, self._ready.shards)
+            self._pipeline.version = version
+            self._publisher.put(Update(version, self._ready.shards, outputs), stop)
 
     def _judge(self, arrival: Arrival) -> Verdict:
         return self._pipeline.staleness.judge(arrival.stamp.policy_version, self._pipeline.version)
@@ -181,6 +188,20 @@ class Learner:
         return self._pipeline.balance.can_reuse(self._pipeline.version)
 
 
+class Update(NamedTuple):
+    """An update that has been started.
+
+    Attributes:
+      version: that it makes.
+      shards: that it learns from.
+      outputs: that it leaves.
+    """
+
+    version: int
+    shards: PyTree
+    outputs: Outputs
+
+
 class Publisher:
     """Fetches what updates leave on the devices, so that the learner never waits: parameters go to the actors, metrics
     to the meter."""
@@ -189,14 +210,16 @@ class Publisher:
         self._server = server
         self._pipeline = pipeline
         self._max_bad_updates = max_bad_updates
-        self._outbox: queue.Queue[tuple[int, Outputs]] = queue.Queue(UPDATES_IN_FLIGHT)
+        # It waits for the devices: what it does is what they do.
+        self._stopwatch = pipeline.stopwatch("learner")
+        self._outbox: queue.Queue[Update] = queue.Queue(UPDATES_IN_FLIGHT)
         self._latest: tuple[int, float] = (-1, 0.0)
 
-    def put(self, version: int, outputs: Outputs, stop: threading.Event) -> None:
-        """Hand over the outputs of the update that made `version`; waits while too many updates are in flight."""
+    def put(self, update: Update, stop: threading.Event) -> None:
+        """Hand over an update; waits while too many are in flight."""
         while not stop.is_set():
             try:
-                self._outbox.put((version, outputs), timeout=POLL_SECONDS)
+                self._outbox.put(update, timeout=POLL_SECONDS)
             except queue.Full:
                 continue
             return
@@ -213,10 +236,16 @@ class Publisher:
         """Publish until `stop` is set, and then what is left."""
         while not (stop.is_set() and self._outbox.empty()):
             try:
-                version, outputs = self._outbox.get(timeout=POLL_SECONDS)
+                with self._stopwatch("waiting"):
+                    version, shards, outputs = self._outbox.get(timeout=POLL_SECONDS)
             except queue.Empty:
                 continue
-            self.publish(version, outputs.params)
+            with self._stopwatch("transfer", version=version):
+                jax.block_until_ready(shards)
+            with self._stopwatch("updating", version=version):
+                jax.block_until_ready(outputs)
+            with self._stopwatch("publishing", version=version):
+                self.publish(version, outputs.params)
             metrics = {name: float(value) for name, value in outputs.metrics.items()}
             self._latest = (version, metrics.get("ess", 1.0))
             bad_updates = int(outputs.bad_updates)

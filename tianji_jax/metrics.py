@@ -5,7 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from tianji_jax.types import Episode
 
@@ -16,7 +16,13 @@ RETURN_WINDOW = 100
 """Episodes that `episode_return` averages over, as the field reports it."""
 
 RATE_SECONDS = 10.0
-"""Rates are those of so many last seconds: long enough to hold an update of a large batch."""
+"""Rates and shares of time are those of so many last seconds: long enough to hold an update of a large batch."""
+
+LONGER_RATES = (60, 300)
+"""Seconds that the rates of environment steps are told for as well, to tell a slow run from a slow moment."""
+
+PAST_SECONDS = 0.5
+"""Between two counts that are kept to take rates from; 300 s of them are 600."""
 
 
 class Meter:
@@ -50,11 +56,12 @@ class Meter:
             0,
         )
         self._counts |= saved.get("counts", {})
-        # Time and counts of the reports within `RATE_SECONDS`, and of one before.
-        self._past = deque([(time.monotonic(), dict(self._counts))])
         self._lags: list[int] = []
         self._updates: list[Mapping[str, float]] = []
-        self._actor_seconds: dict[str, float] = {}
+        # Seconds by thread and stage since the start.
+        self._spent: dict[str, dict[str, float]] = {}
+        self._past = deque([self._moment(time.monotonic())])
+        self._warm = False
 
     @property
     def environment_steps(self) -> int:
@@ -106,29 +113,40 @@ class Meter:
     def updated(self, metrics: Mapping[str, float], skipped: bool) -> None:
         """An update finished with these metrics; skipped, if they were not finite."""
         with self._lock:
+            if not self._warm:
+                self._forget_start()
             self._counts["learner_steps"] += 1
             self._counts["updates_skipped"] += skipped
             self._updates.append(metrics)
 
-    def acted(self, seconds: Mapping[str, float]) -> None:
-        """Where an actor's time went during one unroll, in seconds by activity."""
+    def spent(self, thread: str, seconds: Mapping[str, float]) -> None:
+        """Where the time of a thread went, in seconds by stage; all actors are one, called `actor`.
+
+        Shares of time count from the first update.
+        """
         with self._lock:
-            for activity, value in seconds.items():
-                self._actor_seconds[activity] = self._actor_seconds.get(activity, 0.0) + value
+            stages = self._spent.setdefault(thread, {})
+            for stage, value in seconds.items():
+                stages[stage] = stages.get(stage, 0.0) + value
 
     def report(self) -> Report:
-        """Totals, rates, and the lags and metrics since the last report."""
+        """Totals, rates, shares of time, and the lags and metrics since the last report."""
         now = time.monotonic()
         with self._lock:
-            rates = self._rates(now)
+            then = self._before(now, RATE_SECONDS)
+            steps_per_second = self._rate("environment_steps", now, then)
             report: Report = {
                 "wall_seconds": now - self._began,
                 **self._counts,
                 "frames": self._counts["environment_steps"] * self._frame_skip,
-                "environment_steps_per_second": rates["environment_steps"],
-                "frames_per_second": rates["environment_steps"] * self._frame_skip,
-                "learner_steps_per_second": rates["learner_steps"],
+                "environment_steps_per_second": steps_per_second,
+                "frames_per_second": steps_per_second * self._frame_skip,
+                "learner_steps_per_second": self._rate("learner_steps", now, then),
             }
+            for seconds in LONGER_RATES:
+                rate = self._rate("environment_steps", now, self._before(now, seconds))
+                report[f"environment_steps_per_second_{seconds}"] = rate
+                report[f"frames_per_second_{seconds}"] = rate * self._frame_skip
             if self._returns:
                 report["episode_return"] = sum(self._returns) / len(self._returns)
                 report["episode_length"] = sum(self._lengths) / len(self._lengths)
@@ -137,19 +155,52 @@ class Meter:
                 report["policy_lag_mean"] = sum(self._lags) / len(self._lags)
                 report["policy_lag_max"] = max(self._lags)
             report |= {f"learner/{name}": value for name, value in _means(self._updates).items()}
-            total = sum(self._actor_seconds.values())
-            if total > 0:
-                report |= {f"actor_time/{name}": value / total for name, value in self._actor_seconds.items()}
-            self._lags, self._updates, self._actor_seconds = [], [], {}
+            report |= self._shares(then)
+            self._lags, self._updates = [], []
+            self._remember(now)
         return report
 
-    def _rates(self, now: float) -> dict[str, float]:
-        while len(self._past) > 1 and self._past[1][0] <= now - RATE_SECONDS:
+    def _forget_start(self) -> None:
+        """Until the first update everybody waits for the compiler, which says nothing about the run."""
+        self._warm = True
+        self._spent = {}
+        self._past = deque(moment._replace(spent={}) for moment in self._past)
+
+    def _moment(self, now: float) -> "_Moment":
+        spent = {thread: dict(stages) for thread, stages in self._spent.items()}
+        return _Moment(now, dict(self._counts), spent)
+
+    def _remember(self, now: float) -> None:
+        if now - self._past[-1].time >= PAST_SECONDS:
+            self._past.append(self._moment(now))
+        while len(self._past) > 1 and self._past[1].time <= now - max(LONGER_RATES):
             self._past.popleft()
-        then, counts = self._past[0]
-        self._past.append((now, dict(self._counts)))
-        elapsed = max(now - then, 1e-9)
-        return {name: (self._counts[name] - counts[name]) / elapsed for name in counts}
+
+    def _before(self, now: float, seconds: float) -> "_Moment":
+        """The newest moment that is at least `seconds` ago, or the first there is."""
+        return next((moment for moment in reversed(self._past) if moment.time <= now - seconds), self._past[0])
+
+    def _rate(self, count: str, now: float, then: "_Moment") -> float:
+        return (self._counts[count] - then.counts[count]) / max(now - then.time, 1e-9)
+
+    def _shares(self, then: "_Moment") -> dict[str, float]:
+        """What part of its time each thread spent in each stage since then."""
+        shares: dict[str, float] = {}
+        for thread, stages in self._spent.items():
+            before = then.spent.get(thread, {})
+            seconds = {stage: value - before.get(stage, 0.0) for stage, value in stages.items()}
+            total = sum(seconds.values())
+            if total > 0:
+                shares |= {f"{thread}_time/{stage}": value / total for stage, value in seconds.items()}
+        return shares
+
+
+class _Moment(NamedTuple):
+    """What had been counted at a time, and the seconds spent by then."""
+
+    time: float
+    counts: dict[str, int]
+    spent: dict[str, dict[str, float]]
 
 
 def _means(updates: list[Mapping[str, float]]) -> dict[str, float]:

@@ -14,6 +14,8 @@ from tianji_jax.device_queue import Arrival, DeviceQueue
 from tianji_jax.lock_step import Order
 from tianji_jax.metrics import Meter
 from tianji_jax.staleness import Ledger, StalenessFilter, Verdict
+from tianji_jax.stopwatch import Stopwatch
+from tianji_jax.timeline import Timeline
 from tianji_jax.transport import Arrived, Event, Joined, Lost, MessageRejected, Requested, TrajectoryServer
 from tianji_jax.worker import POLL_SECONDS
 
@@ -35,9 +37,14 @@ class Pipeline:
         self.balance = balance
         self.ledger = ledger
         self.meter = meter
+        self.timeline = Timeline()
         self.version = version
         self.published = -1
         self.wake: Callable[[], None] = lambda: None
+
+    def stopwatch(self, thread: str) -> Stopwatch:
+        """Times the stages of a thread."""
+        return Stopwatch(thread, self.meter, self.timeline)
 
     def drop(self, arrival: Arrival) -> None:
         """A queued trajectory grew too old: its credit returns, its steps were still taken."""
@@ -85,23 +92,29 @@ class Receiver:
         Raises:
           NoActorsError: nobody has acted for `actors.wait_seconds`.
         """
-        balance, attendance = self._pipeline.balance, self._attendance
+        stopwatch = self._pipeline.stopwatch("receiver")
         while not stop.is_set():
-            for actor_id in attendance.take_departed():
+            for actor_id in self._attendance.take_departed():
                 self._depart(actor_id)
-            events = self._server.poll(POLL_SECONDS)
-            attendance.tick()
-            for event in events:
-                self._handle(event)
-            for actor_id, credit in balance.grants(self._pipeline.version):
-                if self._server.grant(actor_id, credit):
-                    attendance.granted(actor_id, credit.version)
-                elif stop.is_set():
-                    return  # actors end at the same moment, and nothing is lost by that
-                else:
-                    balance.lose(actor_id)
-                    attendance.left(actor_id)
-            self._look_around()
+            with stopwatch("waiting"):
+                events = self._server.poll(POLL_SECONDS)
+            with stopwatch("receiving"):
+                self._attendance.tick()
+                for event in events:
+                    self._handle(event)
+                self._grant(stop)
+                self._look_around()
+
+    def _grant(self, stop: threading.Event) -> None:
+        balance, attendance = self._pipeline.balance, self._attendance
+        for actor_id, credit in balance.grants(self._pipeline.version):
+            if self._server.grant(actor_id, credit):
+                attendance.granted(actor_id, credit.version)
+            elif stop.is_set():
+                return  # actors end at the same moment, and nothing is lost by that
+            else:
+                balance.lose(actor_id)
+                attendance.left(actor_id)
 
     def _look_around(self) -> None:
         pipeline, attendance = self._pipeline, self._attendance
@@ -151,7 +164,9 @@ class Receiver:
             detail = f"policy version {stamp.policy_version} is ahead of the learner's {pipeline.version}"
             self._reject(event.actor_id, "future", detail)
             return
-        pipeline.meter.acted(event.seconds)
+        pipeline.meter.spent("actor", event.seconds)
+        if pipeline.timeline.recording:
+            self._show(event)
         self._attendance.arrived(event.actor_id)
         steps = int(np.count_nonzero(event.trajectory.valid))
         arrival = Arrival(stamp, event.trajectory, event.episodes, steps)
@@ -164,6 +179,18 @@ class Receiver:
             return
         for released in [arrival] if self._order is None else self._order.add(arrival):
             self.ready.put_nowait(released)
+
+    def _show(self, event: Arrived) -> None:
+        """Put an unroll on the timeline: the actor told when it was sent, and what it had done until then."""
+        timeline, stamp, track = self._pipeline.timeline, event.stamp, f"actor {event.actor_id}"
+        began = event.sent - sum(event.seconds.values())
+        for wait in ("credit", "parameters"):
+            seconds = event.seconds.pop(wait, 0.0)
+            timeline.span(track, f"waiting for {wait}", began, seconds)
+            began += seconds
+        details = {"version": stamp.policy_version, "sequence": stamp.sequence, **event.seconds}
+        timeline.span(track, "unroll", began, event.sent - began, **details)
+        timeline.arrow(track, stamp, event.sent - 1e-6, "s")
 
     def _reject(self, actor_id: int | None, reason: str, detail: str) -> None:
         self._pipeline.ledger.reject(reason)
@@ -183,13 +210,15 @@ class Batcher:
         self._devices = devices
         self._pipeline = pipeline
         self._trajectories = trajectories
+        self._stopwatch = pipeline.stopwatch("batcher")
 
     def run(self, stop: threading.Event) -> None:
         """Batch until `stop` is set."""
         gathered: list[Arrival] = []
         while not stop.is_set():
             try:
-                gathered.append(self._ready.get(timeout=POLL_SECONDS))
+                with self._stopwatch("waiting"):
+                    gathered.append(self._ready.get(timeout=POLL_SECONDS))
             except queue.Empty:
                 continue
             if len(gathered) == self._trajectories:

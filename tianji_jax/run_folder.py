@@ -3,13 +3,19 @@
 import contextlib
 import fcntl
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from tianji_jax.config import Config, ConfigError
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
+LOCK = "lock"
+
+LOOK_SECONDS = 0.2
+"""Somebody who only looks whether a folder is held may hold it for a moment."""
 
 
 def make_run_folder(config: Config) -> Path:
@@ -48,15 +54,34 @@ def held(folder: Path) -> Iterator[None]:
       ConfigError: another process holds it, or it cannot be written to.
     """
     try:
-        file = (folder / "lock").open("w")
+        file = (folder / LOCK).open("w")
     except OSError as error:
         raise ConfigError(f"cannot write to {folder}: {error.strerror}") from None
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(f"another process is training in {folder}") from None
+        deadline = time.monotonic() + LOOK_SECONDS
+        while not _lock(file, fcntl.LOCK_EX):
+            if time.monotonic() >= deadline:
+                raise ConfigError(f"another process is training in {folder}")
+            time.sleep(LOOK_SECONDS / 10)
         yield
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a process is training in `folder`."""
+    try:
+        file = (folder / LOCK).open()
+    except OSError:
+        return False
+    with file:
+        return not _lock(file, fcntl.LOCK_SH)
+
+
+def _lock(file: IO[str], kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def rewind_metrics(folder: Path, learner_steps: int) -> None:

@@ -70,6 +70,8 @@ class TensorBoard:
     def write(self, report: Report) -> None:
         """A scalar for each figure."""
         for name, value in report.items():
+            if isinstance(value, str):
+                continue
             self._writer.add_scalar(name, value, report["environment_steps"])
 
     def close(self) -> None:

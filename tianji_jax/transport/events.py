@@ -41,7 +41,8 @@ class Arrived(NamedTuple):
       stamp: where it comes from; `stamp.actor_id` is `actor_id`.
       trajectory: a `Trajectory` of NumPy arrays as the codec's spec says.
       episodes: those that finished.
-      seconds: where the actor's time went during this unroll, by activity.
+      seconds: where the actor's time went since it sent the one before, by stage.
+      sent: when it was sent, in Unix time by the actor's clock.
     """
 
     actor_id: int
@@ -49,6 +50,7 @@ class Arrived(NamedTuple):
     trajectory: Trajectory
     episodes: list[Episode]
     seconds: dict[str, float]
+    sent: float
 
 
 class Lost(NamedTuple):
@@ -91,7 +93,7 @@ def read_episodes(header: Header) -> list[Episode]:
 
 
 def read_seconds(header: Header) -> dict[str, float]:
-    """The times by activity in the header of a trajectory; raises `Rejected` where they are not what they should be."""
+    """The times by stage in the header of a trajectory; raises `Rejected` where they are not what they should be."""
     seconds: Any = header.get("seconds")
     if not isinstance(seconds, dict) or not all(
         isinstance(name, str) and isinstance(value, float) and 0 <= value < float("inf")
@@ -99,3 +101,11 @@ def read_seconds(header: Header) -> dict[str, float]:
     ):
         raise Rejected("malformed", f"seconds are {seconds!r:.80}; names with finite numbers are expected")
     return seconds
+
+
+def read_sent(header: Header) -> float:
+    """When a trajectory was sent; raises `Rejected` where that is no time."""
+    sent: Any = header.get("sent")
+    if not isinstance(sent, float) or not 0 <= sent < float("inf"):
+        raise Rejected("malformed", f"sent is {sent!r:.80}; a finite number of seconds is expected")
+    return sent

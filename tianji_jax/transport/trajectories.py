@@ -21,6 +21,7 @@ from tianji_jax.transport.events import (
     Requested,
     read_episodes,
     read_seconds,
+    read_sent,
 )
 from tianji_jax.transport.peers import REJECTION_LIMIT, Offenders, Peer, Table
 from tianji_jax.transport.router import OUTSIDE, Outside, Router
@@ -230,10 +231,10 @@ class TrajectoryServer:
         actor.sequence = sequence + 1
         actor.unspent -= lost + 1
         stamp = Stamp(read_int(header, "version"), actor_id, sequence)
-        episodes, seconds = read_episodes(header), read_seconds(header)
+        episodes, seconds, sent = read_episodes(header), read_seconds(header), read_sent(header)
         trajectory: PyTree = self._codec.decode_payload(header, payload, finite=True)
         self._offenders.forgive(actor.peer)
-        events.append(Arrived(actor_id, stamp, trajectory, episodes, seconds))
+        events.append(Arrived(actor_id, stamp, trajectory, episodes, seconds, sent))
 
     def _send_credit(self, actor: _Actor, index: int, version: int) -> bool:
         return self._say(actor.peer, {"kind": "credit", "index": index, "version": version})

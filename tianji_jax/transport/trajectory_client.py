@@ -126,7 +126,7 @@ class TrajectoryClient:
           stamp: with this actor's id, and a sequence number one higher than the last.
           trajectory: NumPy arrays as the codec's spec says.
           episodes: those that finished during the unroll.
-          seconds: where the time went during the unroll, by activity.
+          seconds: where the time went since the trajectory before was sent, by stage.
 
         Raises:
           ValueError: the trajectory is not as the spec says.
@@ -142,6 +142,7 @@ class TrajectoryClient:
             "returns": np.array([episode.episode_return for episode in now], "<f8").tobytes(),
             "lengths": np.array([episode.length for episode in now], "<i8").tobytes(),
             "seconds": {name: float(value) for name, value in seconds.items()},
+            "sent": time.time(),
         }
         self._send(self._codec.encode(header, trajectory))
         self._episodes = later
