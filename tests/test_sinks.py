@@ -47,6 +47,30 @@ def test_tensorboard_can_be_turned_off(tmp_path: Path) -> None:
     assert (result.path / "metrics.jsonl").exists()
 
 
+def test_weights_and_biases_gets_every_report_and_a_run_that_goes_on_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offline: what would be sent is kept in a file."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DISABLE_CODE", "true")
+    path = tianji_jax.train(
+        counting_config(tmp_path, {"metrics": {"wandb_project": "p"}, "run": {"name": "r"}}), show=False
+    ).path
+    reports = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    assert reports[-1]["reports_lost"] == 0
+    (kept,) = path.glob("wandb/offline-run-*/*.wandb")
+    assert (path / "wandb_id").read_text() in kept.name
+    data = kept.read_bytes()
+    # A record names each figure once; reports of the same environment step are one record.
+    assert data.count(b"environment_steps_per_second_300") == len({report["environment_steps"] for report in reports})
+    assert b"limited_by" in data
+    longer = counting_config(
+        tmp_path, {"metrics": {"wandb_project": "p"}, "run": {"name": "r", "environment_steps": 800}}
+    )
+    tianji_jax.train(longer, show=False, resume=path)
+    assert len({kept.stem for kept in path.glob("wandb/offline-run-*/*.wandb")}) == 1
+
+
 def test_a_sink_that_is_not_installed_is_refused_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,7 +92,13 @@ class WeightsAndBiases:
         import wandb
 
         self._run = wandb.init(
-            project=project, name=folder.name, dir=str(folder), config=dict(config), id=_run_id(folder), resume="allow"
+            project=project,
+            name=folder.name,
+            dir=str(folder),
+            config=dict(config),
+            id=_run_id(folder),
+            resume="allow",
+            settings=wandb.Settings(quiet=True),
         )
 
     def write(self, report: Report) -> None:
@@ -101,7 +107,7 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         """Finish the run."""
-        self._run.finish(quiet=True)
+        self._run.finish()
 
 
 class Sinks:

@@ -1,0 +1,98 @@
+"""What measuring costs: one training run whose metrics are turned off and on in turn, every few seconds.
+
+Off, no stage is timed, no report is made and nothing is written. Each pair of neighbouring spells gives one ratio of
+environment steps per second; their median and its 95 % interval (bootstrap) are printed.
+
+    python scripts/bench_metrics.py [--pairs 40] [--seconds 1.5] [CONFIG [OVERRIDE ...]]
+"""
+
+import argparse
+import contextlib
+import os
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import tianji_jax
+from tianji_jax import launch
+from tianji_jax.launch import Run
+from tianji_jax.metrics import Meter
+from tianji_jax.sinks import Sinks
+from tianji_jax.stopwatch import Stopwatch
+
+CONFIG = Path(__file__).resolve().parent.parent / "configs" / "cartpole_ppo.yaml"
+NO_STAGE = contextlib.nullcontext()
+
+
+class Switch:
+    """Turns everything that measures off and on, in a run that goes on meanwhile."""
+
+    def __init__(self) -> None:
+        self.on = True
+        self.meter: Meter
+        self._replace(Stopwatch, "__call__", NO_STAGE)
+        self._replace(Meter, "spent", None)
+        self._replace(Sinks, "put", None)
+        self._replace(Run, "_report", {"environment_steps": 0, "learner_steps": 0})
+        meter = launch.Meter
+
+        def make(*arguments: Any) -> Meter:
+            self.meter = meter(*arguments)
+            return self.meter
+
+        launch.Meter = make  # type: ignore[assignment, misc]
+
+    def _replace(self, where: type, method: str, nothing: Any) -> None:
+        measured = getattr(where, method)
+
+        def switched(*arguments: Any, **details: Any) -> Any:
+            return measured(*arguments, **details) if self.on else nothing
+
+        setattr(where, method, switched)
+
+    def rate(self, on: bool, seconds: float) -> float:
+        """Environment steps per second during one spell."""
+        self.on = on
+        time.sleep(0.2)
+        began, steps = time.perf_counter(), self.meter.environment_steps
+        time.sleep(seconds)
+        return (self.meter.environment_steps - steps) / (time.perf_counter() - began)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", nargs="?", type=Path, default=CONFIG)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--seconds", type=float, default=1.5, help="length of a spell")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        endless = ["run.environment_steps=1_000_000_000", "run.stop_at_return=null", f"run.directory={scratch}"]
+        config = tianji_jax.load(options.config, [*options.overrides, *endless])
+        switch = Switch()
+        run = threading.Thread(target=tianji_jax.train, args=(config,), kwargs={"show": False}, daemon=True)
+        run.start()
+        while not getattr(switch, "meter", None) or switch.meter.environment_steps < 50_000:
+            time.sleep(0.1)
+        ratios = []
+        for pair in range(options.pairs):
+            order = (True, False) if pair % 2 else (False, True)
+            rates = {on: switch.rate(on, options.seconds) for on in order}
+            ratios.append(rates[True] / rates[False])
+            print(f"on {rates[True]:9,.0f}/s  off {rates[False]:9,.0f}/s  ratio {ratios[-1]:.3f}", flush=True)
+        draws = np.random.default_rng(0).choice(ratios, (10_000, len(ratios)))
+        low, high = np.quantile(np.median(draws, axis=1), [0.025, 0.975])
+        print(
+            f"median ratio on/off {np.median(ratios):.4f} (95 % interval {low:.4f} to {high:.4f}), "
+            f"{options.pairs} pairs, load {os.getloadavg()[0]:.1f}"
+        )
+        switch.on = True
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
