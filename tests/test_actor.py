@@ -51,7 +51,7 @@ class Learner:
             ]
 
         schedule = Schedule(actors=4, trajectories_per_update=4, max_lag=100) if lock_step else None
-        self.actor = Actor(self.agent, pools, self.spec, jax.devices()[0], Role(3, 0, 0, schedule))
+        self.actor = Actor(self.agent, pools, self.spec, jax.devices()[0], Role(3, 3, 0, 0, schedule))
         self.connect = lambda: (
             TrajectoryClient(self.server.endpoint, 3, codec, self.context),
             ParameterClient(self.parameters.endpoint, parameter_codec, self.context, exact=lock_step),

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS: tuple[tuple[str, ...], ...] = (
     # Know nobody of the package.
     ("types", "explain", "interrupts", "startup", "losses", "returns", "staleness", "worker"),
-    ("config", "timeline", "usage", "transport.peers", "transport.sockets", "environments.memory"),
+    ("config", "timeline", "usage", "world", "transport.peers", "transport.sockets", "environments.memory"),
     # The nouns put to use.
     (
         "agent",
@@ -39,8 +39,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # Those who act and those who learn.
     ("actor", "receiver"),
     ("blueprint", "learner"),
+    ("ballot",),
     # Whole runs.
-    ("actor_process", "saved_policy"),
+    ("actor_process", "agreement", "saved_policy"),
     ("evaluation", "export", "launch", "remote_actor", "watch"),
     ("video",),
     ("__init__", "cli"),

@@ -96,7 +96,8 @@ class Role:
     """Which actor of a run this is, and which of its lives.
 
     Attributes:
-      actor_id: from 0; actors of one run sample their actions independently.
+      actor_id: from 0, as its learner knows it.
+      number: from 0 among the actors of all learners of a run, which sample their actions independently.
       seed: of the run.
       start: different in each life of the actor, so that none repeats another; in lock-step the policy version at which
         it begins.
@@ -104,6 +105,7 @@ class Role:
     """
 
     actor_id: int
+    number: int
     seed: int
     start: int = 0
     schedule: Schedule | None = None
@@ -190,7 +192,7 @@ class Actor:
         self._end()
         self._started = start
         with jax.default_device(self._device):
-            self._rng, self._calls = actor_key(self._role.seed, self._role.actor_id, start), 0
+            self._rng, self._calls = actor_key(self._role.seed, self._role.number, start), 0
         first = 0
         for environments in self._make(start):
             count = environments.num_environments
@@ -246,9 +248,9 @@ class Actor:
         return self._agent.act(params, jax.random.fold_in(rng, call), observation, is_first, state)
 
 
-def actor_key(seed: int, actor_id: int, start: int = 0) -> jax.Array:
+def actor_key(seed: int, number: int, start: int = 0) -> jax.Array:
     """Root of an actor's action sampling in one of its lives; the learner's is number 0 of the same family."""
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 1 + actor_id), start)
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 1 + number), start)
 
 
 def acting_spec(agent: Agent, observation: PyTree) -> tuple[PyTree, PyTree, PyTree]:

@@ -20,11 +20,12 @@ import jax
 import zmq
 
 from tianji_jax.attendance import Attendance
-from tianji_jax.blueprint import Addresses, connect, make_actor, plan
+from tianji_jax.blueprint import Addresses, Blueprint, connect, make_actor, plan
 from tianji_jax.config import Config, load
 from tianji_jax.parallel import actor_device, learner_devices, use_compilation_cache
 from tianji_jax.startup import collect_garbage_seldom
 from tianji_jax.worker import POLL_SECONDS
+from tianji_jax.world import World
 
 logger = logging.getLogger(__name__)
 
@@ -69,17 +70,24 @@ class ActorProcesses:
     """Starts a process for each actor, watches them, and starts those again that are killed."""
 
     def __init__(
-        self, run_folder: Path, config: Config, addresses: Addresses, attendance: Attendance, version: Callable[[], int]
+        self,
+        run_folder: Path,
+        blueprint: Blueprint,
+        addresses: Addresses,
+        attendance: Attendance,
+        version: Callable[[], int],
     ) -> None:
         """
         Args:
           run_folder: where `config.yaml` lies and `logs/` goes.
-          config: of the run.
+          blueprint: of the run.
           addresses: where the learner listens.
           attendance: is told of processes that ended and of those started again.
           version: the learner's policy version.
         """
+        config = blueprint.config
         self._folder = run_folder
+        self._world = blueprint.world
         self._count = config.actors.count
         self._max_restarts = 0 if config.run.deterministic else config.actors.max_restarts
         self._deterministic = config.run.deterministic
@@ -137,6 +145,7 @@ class ActorProcesses:
         command += ["--actor-id", str(actor_id), "--trajectories", self._addresses.trajectories]
         # The version alone could be the same as that of the life before.
         command += ["--parameters", self._addresses.parameters, "--start", str(self._version() + lives)]
+        command += ["--learner", str(self._world.rank), "--learners", str(self._world.size)]
         # The interpreter puts this process's folder first on its path; a child started with -m would not see it.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         with self._log(actor_id).open("ab" if lives else "wb") as log:
@@ -194,6 +203,8 @@ def main() -> None:
     parser.add_argument("--trajectories", required=True)
     parser.add_argument("--parameters", required=True)
     parser.add_argument("--start", type=int, required=True, help="see Role.start")
+    parser.add_argument("--learner", type=int, default=0, help="see World.rank")
+    parser.add_argument("--learners", type=int, default=1, help="see World.size")
     arguments = parser.parse_args()
     collect_garbage_seldom()
     logging.basicConfig(level=logging.INFO)
@@ -202,7 +213,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     config, addresses = load(arguments.config), Addresses(arguments.trajectories, arguments.parameters)
     devices = acting_devices(config)
-    blueprint = plan(config)
+    blueprint = plan(config, World(arguments.learner, arguments.learners))
     device = actor_device(config.actors.device, devices, arguments.actor_id)
     actor = make_actor(blueprint, arguments.actor_id, device, arguments.start)
     context = zmq.Context()

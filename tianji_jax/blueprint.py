@@ -33,6 +33,7 @@ from tianji_jax.transport import (
     load_server_keys,
 )
 from tianji_jax.types import EnvSpec, PyTree, trajectory_spec
+from tianji_jax.world import ALONE, World
 
 T = TypeVar("T")
 
@@ -86,6 +87,7 @@ class Blueprint:
       env_spec: what it plays.
       trajectory: spec of a trajectory, `ArraySpec` leaves.
       params: spec of what the actors need of the training state, `ArraySpec` leaves.
+      world: which learner of the run this is, or acts for.
     """
 
     config: Config
@@ -93,6 +95,7 @@ class Blueprint:
     env_spec: EnvSpec
     trajectory: PyTree
     params: PyTree
+    world: World = ALONE
 
     def trajectory_codec(self) -> Codec:
         """How trajectories are written on the wire."""
@@ -103,7 +106,7 @@ class Blueprint:
         return Codec(self.params, _common_settings(self.config))
 
 
-def plan(config: Config) -> Blueprint:
+def plan(config: Config, world: World = ALONE) -> Blueprint:
     """Check that agent and environment exist and go together, and that nobody listens to strangers by accident.
 
     Raises:
@@ -123,12 +126,14 @@ def plan(config: Config) -> Blueprint:
         raise ConfigError(f"agent {config.agent['name']!r} and environment {env_spec.name!r}: {error}") from error
     actors = config.actors
     trajectory = trajectory_spec(env_spec, actors.unroll_length, actors.environments, extras, state)
-    return Blueprint(config, agent, env_spec, trajectory, params)
+    return Blueprint(config, agent, env_spec, trajectory, params, world)
 
 
 def make_actor(blueprint: Blueprint, actor_id: int, device: jax.Device, start: int = 0) -> Actor:
     """The actor `actor_id` in the life that `start` tells from others (`Role.start`); nothing of it runs yet."""
-    config, actors = blueprint.config, blueprint.config.actors
+    config, actors, world = blueprint.config, blueprint.config.actors, blueprint.world
+    # Actors that learners start are numbered through; others have ids so high and random that none is another's.
+    number = world.rank * actors.count + actor_id
     pools = 2 if actors.double_buffered else 1
     size = actors.environments // pools
     threads = actors.environment_threads or max(1, (os.cpu_count() or 1) // (max(1, actors.count) * pools))
@@ -137,7 +142,7 @@ def make_actor(blueprint: Blueprint, actor_id: int, device: jax.Device, start: i
         # EnvPool seeds its environments from `seed` upwards; no two of a run may share one, nor those of two runs whose
         # seeds differ a little, nor those of one actor's lives.
         life = config.run.seed + SEEDS_BETWEEN_LIVES * start
-        first = (life * max(1, actors.count) + actor_id) * actors.environments
+        first = (life * max(1, actors.count * world.size) + number) * actors.environments
         return [
             make(
                 config.environment.name,
@@ -149,7 +154,7 @@ def make_actor(blueprint: Blueprint, actor_id: int, device: jax.Device, start: i
             for pool in range(pools)
         ]
 
-    role = Role(actor_id, config.run.seed, start, schedule(config))
+    role = Role(actor_id, number, config.run.seed, start, schedule(config))
     return Actor(blueprint.agent, environments, blueprint.trajectory, device, role)
 
 

@@ -134,7 +134,9 @@ class Checkpoints:
             metrics = None if snapshot.episode_return is None else {RETURN: snapshot.episode_return}
             progress = {**snapshot.progress, RETURN: snapshot.episode_return, "arrays": _describe(snapshot.state)}
             items = ocp.args.Composite(
-                state=ocp.args.StandardSave(_without_keys(snapshot.state)), progress=ocp.args.JsonSave(progress)
+                # On the host: Orbax refuses arrays on the devices of one process where there are several.
+                state=ocp.args.StandardSave(jax.device_get(without_keys(snapshot.state))),
+                progress=ocp.args.JsonSave(progress),
             )
             self._manager().save(snapshot.version, args=items, metrics=metrics, force=True)
         # Orbax and TensorStore raise what they like; whatever it is, the training must not end for it.
@@ -166,7 +168,10 @@ class Checkpoints:
                 enable_async_checkpointing=False,
                 preservation_policy=policies.AnyPreservationPolicy(kept),
                 cleanup_tmp_directories=True,
+                create=False,
+                multiprocessing_options=_this_process(),
             )
+            self.folder.mkdir(exist_ok=True)
             self._opened = ocp.CheckpointManager(self.folder, options=options)
         return self._opened
 
@@ -205,7 +210,8 @@ def restore(run_folder: Path, like: PyTree, *, best: bool = False, multiple_of: 
             f"{run_folder} holds no checkpoint: it ended before the first was due (checkpoint.every_seconds, "
             "checkpoint.every_learner_steps); start it anew"
         )
-    with ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(create=False)) as manager:
+    options = ocp.CheckpointManagerOptions(create=False, multiprocessing_options=_this_process())
+    with ocp.CheckpointManager(folder, options=options) as manager:
         versions = sorted((v for v in manager.all_steps() if v % multiple_of == 0), reverse=True)
         found: dict[int, dict[str, Any]] = {}
         for version in versions:
@@ -221,22 +227,35 @@ def restore(run_folder: Path, like: PyTree, *, best: bool = False, multiple_of: 
         for version in order:
             _check(found[version]["arrays"], _describe(like), folder / str(version))
             try:
-                args = ocp.args.Composite(state=ocp.args.StandardRestore(_without_keys(like)))
+                args = ocp.args.Composite(state=ocp.args.StandardRestore(without_keys(like)))
                 state = manager.restore(version, args=args).state
             except Exception as error:
                 logger.warning("passed over checkpoint %d in %s, which cannot be read: %s", version, folder, error)
                 continue
-            return Saved(version, _with_keys(state, like), found[version])
+            return Saved(version, with_keys(state, like), found[version])
     which = "with a mean return of 100 episodes " if best else ""
     multiple = f"of a version that {multiple_of} divides " if multiple_of > 1 else ""
     raise ConfigError(f"{run_folder} holds no checkpoint {which}{multiple}".rstrip())
+
+
+def _this_process() -> Any:
+    """Orbax's options where one process of several reads or writes: nothing waits for the others.
+
+    All hold the same state, so that the others have nothing to add.
+    """
+    import orbax.checkpoint as ocp
+
+    rank = jax.process_index()
+    return ocp.options.MultiprocessingOptions(
+        primary_host=rank, active_processes={rank}, barrier_sync_key_prefix=f"learner-{rank}"
+    )
 
 
 def _is_key(x: Any) -> bool:
     return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _without_keys(state: PyTree) -> PyTree:
+def without_keys(state: PyTree) -> PyTree:
     """Random keys as the numbers they are made of, which is what can be stored."""
 
     def plain(x: Any) -> Any:
@@ -250,7 +269,9 @@ def _without_keys(state: PyTree) -> PyTree:
     return jax.tree.map(plain, state)
 
 
-def _with_keys(state: PyTree, like: PyTree) -> PyTree:
+def with_keys(state: PyTree, like: PyTree) -> PyTree:
+    """`without_keys` undone, where `like` has keys."""
+
     def key(x: Any, like: Any) -> Any:
         return jax.random.wrap_key_data(x) if _is_key(like) else x
 

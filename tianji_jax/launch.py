@@ -15,14 +15,16 @@ import jax
 import zmq
 
 from tianji_jax.actor_process import ActorProcesses
+from tianji_jax.agreement import check_agreement, restore_everywhere
 from tianji_jax.attendance import Attendance
 from tianji_jax.balance import Balance
+from tianji_jax.ballot import VOTES_SPEC, Ballot, Outcome, with_votes
 from tianji_jax.blueprint import Addresses, Blueprint, connect, listen, make_actor, plan, schedule, server_keys
-from tianji_jax.checkpoint import Checkpoints, Saved, Snapshot, restore
+from tianji_jax.checkpoint import Checkpoints, Snapshot
 from tianji_jax.config import Config, ConfigError, to_yaml, validate
 from tianji_jax.console import display, heading
 from tianji_jax.device_queue import BatchAssembler, DeviceQueue
-from tianji_jax.interrupts import Interrupts, interrupts
+from tianji_jax.interrupts import Interrupts, Preempted, interrupts
 from tianji_jax.learner import Learner, Publisher, first_params, init_state, update_step
 from tianji_jax.limits import what_limits
 from tianji_jax.lock_step import LockStepBalance, Order
@@ -31,14 +33,18 @@ from tianji_jax.parallel import Parallel, actor_device, learner_devices, use_com
 from tianji_jax.profile import Profile
 from tianji_jax.receiver import Batcher, Pipeline, Receiver
 from tianji_jax.run_folder import CONFIG, held, make_run_folder, rewind_metrics
-from tianji_jax.sinks import check_installed, open_sinks
+from tianji_jax.sinks import Sinks, check_installed, open_sinks
 from tianji_jax.staleness import Counts, Ledger, StalenessFilter
 from tianji_jax.transport import local_address
 from tianji_jax.types import PyTree
 from tianji_jax.usage import CpuUsage
 from tianji_jax.worker import Workers
+from tianji_jax.world import current_world
 
 logger = logging.getLogger(__name__)
+
+LEAVE_SECONDS = 30.0
+"""How long a learner that was told to stop waits for the others to stop after the same update."""
 
 CLOSE_SECONDS = 4.0
 """How long workers get to end by themselves."""
@@ -91,10 +97,12 @@ def train(
         config = validate(dict(config))
     with interrupts() as interruption:
         use_compilation_cache(config.run.compilation_cache)
-        devices = learner_devices(config.learner)
-        run = Run(plan(config), Parallel(devices, config.learner.parallel), None if resume is None else Path(resume))
+        devices, world = learner_devices(config.learner), current_world()
+        blueprint, parallel = plan(config, world), Parallel(devices, config.learner.parallel)
+        check_agreement(config, world)
+        run = Run(blueprint, parallel, None if resume is None else Path(resume))
         run.profile_updates = profile
-        interruption.stop_by(run.workers.stop)
+        interruption.stop_by(run.leave)
         report = run.execute(show, interruption)
     return Result(
         episode_return=report.get("episode_return"),
@@ -117,21 +125,25 @@ class Run:
           ConfigError: the batch cannot be divided among the devices, the agent cannot learn from one of that shape, or
             the run cannot be resumed.
         """
-        config = blueprint.config
-        self._blueprint, self._config, self._parallel = blueprint, config, parallel
+        config, world = blueprint.config, blueprint.world
+        self._blueprint, self._config, self._parallel, self._world = blueprint, config, parallel, world
         self._schedule, self._resume = schedule(config), resume
         trajectories, max_lag = config.learner.trajectories_per_update, config.staleness.max_lag
         self._init_state = functools.partial(init_state, blueprint.agent, config.run.seed)
         state_spec = parallel.spec(jax.eval_shape(self._init_state))
         try:
-            assembler = BatchAssembler(blueprint.trajectory, trajectories, parallel.num_devices)
+            assembler = BatchAssembler(blueprint.trajectory, trajectories, len(parallel.local))
             shard_spec = assembler.shard_spec(blueprint.trajectory)
-            self._lowered = parallel.lower(update_step(blueprint.agent, config.staleness), state_spec, shard_spec)
+            step = update_step(blueprint.agent, config.staleness)
+            if world.alone:
+                self._lowered = parallel.lower(step, state_spec, shard_spec)
+            else:
+                self._lowered = parallel.lower(with_votes(step), state_spec, (shard_spec, VOTES_SPEC))
         except ValueError as error:
             raise ConfigError(str(error)) from error
         check_installed(config.metrics)
         self._keys = server_keys(config)
-        self._saved = None if resume is None else _restore(resume, config, state_spec)
+        self._saved = None if resume is None else restore_everywhere(resume, config, state_spec, parallel, world)
         progress = {} if self._saved is None else self._saved.progress
         version = 0 if self._saved is None else self._saved.version
         self._copy = parallel.copier(state_spec)
@@ -150,32 +162,49 @@ class Run:
         self._attendance.trajectories_lost = progress.get("trajectories_lost", 0)
         self._stopwatch, self._cpu = self._pipeline.stopwatch("dispatcher"), CpuUsage()
         self.workers = Workers()
+        self._ballot = None if world.alone else Ballot(world.size, self._meter, version)
+        self.leave = self.workers.stop if self._ballot is None else self._ballot.leave
         self.profile_updates = 0
         self._context: zmq.Context
         self._resources = contextlib.ExitStack()
         self.path = Path()
         self.learner: Learner
+        self._outcome: Outcome | None = None
+        self._leaving_since: float | None = None
         self._learned = False
 
     def execute(self, show: bool, interruption: Interrupts) -> Report:
         """Start everything, report until the end, take everything down, save; returns the last report."""
         config = self._config
-        self.path = make_run_folder(config) if self._resume is None else self._resume
+        self.path = self._make_folder()
         with contextlib.ExitStack() as folder:
             folder.enter_context(held(self.path))
             rewind_metrics(self.path, self._pipeline.version)
             (self.path / CONFIG).write_text(to_yaml(config))
-            self._sinks = folder.enter_context(open_sinks(self.path, config, self._meter.environment_steps))
+            sinks = open_sinks(self.path, config, self._meter.environment_steps) if self._world.leads else Sinks({})
+            self._sinks = folder.enter_context(sinks)
             self._checkpoints = Checkpoints(self.path, config.checkpoint, self._schedule is not None)
             folder.callback(self._checkpoints.close)
             self._profile = Profile(self.path, self.profile_updates, self._pipeline.timeline)
             if self._resume is not None:
                 self._checkpoints.rewind(self._pipeline.version)
-            report = self._report_until_the_end(show)
+            report = self._report_until_the_end(show and self._world.leads)
             self._save_last(interruption)
         self.workers.check()
         interruption.check(self._advice())
+        if self._outcome is not None and self._outcome.leave:
+            raise Preempted(f"another learner was stopped; {self._advice()}")
         return report
+
+    def _make_folder(self) -> Path:
+        """The run's folder for the learner that leads, one in it for each of the others."""
+        path = self._resume
+        if path is None:
+            path = Path(self._world.share(str(make_run_folder(self._config)) if self._world.leads else None))
+        if not self._world.leads:
+            path /= f"learner-{self._world.rank}"
+            path.mkdir(parents=True, exist_ok=True)
+        return path
 
     def _report_until_the_end(self, show: bool) -> Report:
         self._context = zmq.Context()
@@ -184,6 +213,7 @@ class Run:
             self._start()
             with display(self._config, *self._headings(), show) as shown:
                 while not self.workers.stop.wait(self._config.run.report_every_seconds):
+                    self._leave_in_time()
                     report = self._report()
                     self._sinks.put(report)
                     shown.show(report)
@@ -196,9 +226,16 @@ class Run:
             self._resources.close()
         return report
 
+    def _leave_in_time(self) -> None:
+        """Stop alone where the other learners do not come to agree."""
+        self._leaving_since = (self._leaving_since or time.monotonic()) if self.leave.is_set() else None
+        if self._leaving_since is not None and time.monotonic() - self._leaving_since > LEAVE_SECONDS:
+            error = TimeoutError(f"the other learners have made no update for {LEAVE_SECONDS:g} s after the signal")
+            self.workers.fail("learner", error)
+
     def _save_last(self, interruption: Interrupts) -> None:
         """Save a learner that ended well, whatever else may have failed."""
-        if not self._learned or int(self.learner.state.bad_updates) > 0:
+        if not self._world.leads or not self._learned or int(self.learner.state.bad_updates) > 0:
             return
         # In lock-step a run can only go on from where all actors began anew.
         if self._schedule is None or not interruption.received:
@@ -228,15 +265,23 @@ class Run:
     def solved(self) -> bool:
         """Whether the return asked for has been reached."""
         goal = self._config.run.stop_at_return
-        return goal is not None and self._meter.reached(goal)
+        if goal is None or self._ballot is None:
+            return goal is not None and self._meter.reached(goal)
+        mean = None if self._outcome is None else self._outcome.window_return
+        return mean is not None and mean >= goal
 
     def _between_updates(self) -> bool:
         """On the learner's thread before each update: hands over a checkpoint that is due; whether the run is over."""
         self._profile.between_updates(self._pipeline.version)
-        if self._checkpoints.due(self._pipeline.version):
+        if self._world.leads and self._checkpoints.due(self._pipeline.version):
             with self._stopwatch("checkpoints"):
                 self._checkpoints.put(self._snapshot(), self.workers.stop)
-        return self._meter.environment_steps >= self._config.run.environment_steps or self.solved()
+        if self._ballot is None:
+            return self._meter.environment_steps >= self._config.run.environment_steps or self.solved()
+        self._outcome = outcome = self._ballot.outcome(self._pipeline.version, self.workers.stop)
+        if outcome is None:
+            return False
+        return outcome.leave or outcome.environment_steps >= self._config.run.environment_steps or self.solved()
 
     def _start(self) -> None:
         config, blueprint, workers = self._config, self._blueprint, self.workers
@@ -253,6 +298,8 @@ class Run:
         receiver = Receiver(trajectories, self._pipeline, self._attendance, order)
         batcher = Batcher(receiver.ready, self._devices, self._pipeline, config.learner.trajectories_per_update)
         publisher = Publisher(parameters, self._pipeline, config.learner.max_bad_updates)
+        if self._ballot is not None:
+            publisher.count = self._ballot.count
         if servers.authenticator is not None:
             workers.start("authenticator", servers.authenticator.run)
         workers.start("receiver", receiver.run)
@@ -266,12 +313,14 @@ class Run:
     def _start_actors(self, addresses: Addresses) -> None:
         config = self._config
         if config.actors.placement == "process":
-            processes = ActorProcesses(self.path, config, addresses, self._attendance, lambda: self._pipeline.version)
+            processes = ActorProcesses(
+                self.path, self._blueprint, addresses, self._attendance, lambda: self._pipeline.version
+            )
             self.workers.start("actor processes", processes.run)
             return
 
         def act(actor_id: int, stop: threading.Event) -> None:
-            device = actor_device(config.actors.device, self._parallel.devices, actor_id)
+            device = actor_device(config.actors.device, self._parallel.local, actor_id)
             actor = make_actor(self._blueprint, actor_id, device, start=self._pipeline.version)
             actor.run(*connect(self._blueprint, actor_id, addresses, self._context), stop)
 
@@ -283,6 +332,8 @@ class Run:
         self._saved = None
         publisher.publish(self._pipeline.version, first_params(self._blueprint.agent, state))
         step = self._lowered.compile()
+        if self._ballot is not None:
+            step = self._ballot.bind(step, self._parallel)
         self.learner = Learner(state, step, self._devices, self._pipeline, self._config.balance, publisher)
         self.learner.run(stop, self._between_updates)
         self._profile.close()
@@ -335,14 +386,3 @@ class Run:
 
 def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('s') else 's'}"
-
-
-def _restore(folder: Path, config: Config, like: PyTree) -> Saved:
-    if not config.run.deterministic:
-        return restore(folder, like)
-    if config.checkpoint.every_learner_steps is None:
-        raise ConfigError(
-            "checkpoint.every_learner_steps is null: in lock-step a run can only go on from where its actors began "
-            "anew, which they do at the checkpoints that this setting makes"
-        )
-    return restore(folder, like, multiple_of=config.checkpoint.every_learner_steps)

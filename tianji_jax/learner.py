@@ -49,11 +49,13 @@ class Outputs(NamedTuple):
       params: a copy of the actors' parameters that the next update does not overwrite.
       metrics: float32 scalars, averaged over the devices.
       bad_updates: as in `LearnerState`.
+      votes: sums of the learners' votes (`Ballot`); empty where there is one learner.
     """
 
     params: PyTree
     metrics: dict[str, jax.Array]
     bad_updates: jax.Array
+    votes: PyTree = ()
 
 
 def init_state(agent: Agent, seed: int) -> LearnerState:
@@ -204,9 +206,14 @@ class Update(NamedTuple):
 
 class Publisher:
     """Fetches what updates leave on the devices, so that the learner never waits: parameters go to the actors, metrics
-    to the meter."""
+    to the meter.
+
+    Attributes:
+      count: is called with the version and the votes of each update.
+    """
 
     def __init__(self, server: ParameterServer, pipeline: Pipeline, max_bad_updates: int) -> None:
+        self.count: Callable[[int, PyTree], None] = lambda version, votes: None
         self._server = server
         self._pipeline = pipeline
         self._max_bad_updates = max_bad_updates
@@ -248,6 +255,7 @@ class Publisher:
                 self.publish(version, outputs.params)
             metrics = {name: float(value) for name, value in outputs.metrics.items()}
             self._latest = (version, metrics.get("ess", 1.0))
+            self.count(version, outputs.votes)
             bad_updates = int(outputs.bad_updates)
             self._pipeline.meter.updated(metrics, skipped=bad_updates > 0)
             self._check(bad_updates)

@@ -62,11 +62,18 @@ class Meter:
         self._spent: dict[str, dict[str, float]] = {}
         self._past = deque([self._moment(time.monotonic())])
         self._warm = False
+        self._elsewhere = 0
 
     @property
     def environment_steps(self) -> int:
         """Environment steps so far."""
         return self._counts["environment_steps"]
+
+    @property
+    def own_steps(self) -> int:
+        """Environment steps so far, without those that other learners told of."""
+        with self._lock:
+            return self._counts["environment_steps"] - self._elsewhere
 
     @property
     def window_return(self) -> float | None:
@@ -97,6 +104,12 @@ class Meter:
                 self._counts["episodes"] += 1
                 self._returns.append(episode.episode_return)
                 self._lengths.append(episode.length)
+
+    def elsewhere(self, steps: int) -> None:
+        """Environment steps that other learners of the run consumed."""
+        with self._lock:
+            self._counts["environment_steps"] += steps
+            self._elsewhere += steps
 
     def consumed(self, lags: Iterable[int], corrected: int) -> None:
         """A batch went into an update: the lag of each trajectory, and the steps the loss corrects for."""

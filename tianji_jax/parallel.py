@@ -1,5 +1,8 @@
 """The one place that names devices, meshes, pmap and shard_map.
 
+The devices may be those of several hosts, each with a process of its own (`world`): then every process makes the same
+calls in the same order, with the batch of its own devices.
+
 A program here is a function of one device's view, `step(state, batch) -> (state, outputs)`: the state is the same on
 every device, the batch is this device's shard, and what it returns must again be the same on every device (average
 over `DATA_AXIS` with `jax.lax.pmean`). Under either mode the arrays outside look alike: states are replicated, batches
@@ -14,7 +17,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from tianji_jax.config import ConfigError, LearnerConfig
 from tianji_jax.types import DATA_AXIS, ArraySpec, PyTree
@@ -25,25 +28,30 @@ Step = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 
 
 def learner_devices(config: LearnerConfig) -> list[jax.Device]:
-    """The devices of this host that the configuration asks for.
+    """The devices that the configuration asks for, as many on each host; those of one host stand together.
 
     Raises:
       ConfigError: there are none of that kind, or not as many.
     """
     try:
-        devices = jax.local_devices(backend=None if config.platform == "auto" else config.platform)
+        everywhere = jax.devices(None if config.platform == "auto" else config.platform)
     except RuntimeError:
         found = jax.default_backend()
         raise ConfigError(
             f"learner.platform: {config.platform} asked for, but JAX finds only {found} on this machine; "
             f"install the matching extra (tianji_jax[cuda] or [tpu]) or set learner.platform={found}"
         ) from None
-    count = config.devices or len(devices)
-    if count > len(devices):
-        raise ConfigError(
-            f"learner.devices: {count} asked for, but there are {len(devices)} {devices[0].platform} devices"
-        )
-    return devices[:count]
+    hosts: dict[int, list[jax.Device]] = {}
+    for device in everywhere:
+        hosts.setdefault(device.process_index, []).append(device)
+    count = config.devices or len(everywhere) // len(hosts)
+    for rank, devices in sorted(hosts.items()):
+        if count > len(devices):
+            where = f" on learner {rank}" if len(hosts) > 1 else ""
+            raise ConfigError(
+                f"learner.devices: {count} asked for, but there are {len(devices)} {devices[0].platform} devices{where}"
+            )
+    return [device for _, devices in sorted(hosts.items()) for device in devices[:count]]
 
 
 def actor_device(where: Literal["cpu", "accelerator"], learner: Sequence[jax.Device], actor_id: int) -> jax.Device:
@@ -56,6 +64,7 @@ class Parallel:
 
     def __init__(self, devices: Sequence[jax.Device], mode: Literal["pmap", "shard_map"]) -> None:
         self.devices = list(devices)
+        self.local = [device for device in self.devices if device.process_index == jax.process_index()]
         self.mode = mode
         self.mesh = Mesh(np.array(self.devices), (DATA_AXIS,))
         self._replicated = NamedSharding(self.mesh, PartitionSpec())
@@ -71,7 +80,7 @@ class Parallel:
         return jax.jit(make, out_shardings=self._replicated)()
 
     def replicate(self, tree: PyTree) -> PyTree:
-        """Put host arrays on every device."""
+        """Put host arrays, the same on every host, on every device."""
         return jax.device_put(tree, self._replicated)
 
     def spec(self, state: PyTree) -> PyTree:
@@ -79,17 +88,23 @@ class Parallel:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._replicated), state)
 
     def copier(self, state: PyTree) -> Callable[[PyTree], PyTree]:
-        """A compiled function that copies a state into buffers of its own, which no update overwrites.
+        """A compiled function that copies a state into buffers of its own on one device, which no update overwrites.
 
         Args:
           state: its `spec`.
         """
-        copy = jax.jit(lambda state: jax.tree.map(jnp.copy, state), out_shardings=self._replicated)
-        compiled: Callable[[PyTree], PyTree] = copy.lower(state).compile()
-        return compiled
+        device = SingleDeviceSharding(self.local[0])
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), state)
+        compiled = jax.jit(lambda state: jax.tree.map(jnp.copy, state)).lower(one).compile()
+
+        def copy(state: PyTree) -> PyTree:
+            # Every device holds the same. Other processes need not take part in looking at one's own.
+            return compiled(jax.tree.map(lambda x: x.addressable_shards[0].data, state))
+
+        return copy
 
     def shard(self, shards: Sequence[PyTree]) -> PyTree:
-        """Begin the transfer of one host pytree per device; leaves `[...]` become global arrays `[D, ...]`.
+        """Begin the transfer of one host pytree per local device; leaves `[...]` become global arrays `[D, ...]`.
 
         The host arrays must not be written again: on CPU the device may share their memory.
         """
@@ -109,6 +124,10 @@ class Parallel:
             lambda spec: jax.ShapeDtypeStruct((self.num_devices, *spec.shape), spec.dtype, sharding=self._sharded),
             batch_shard,
         )
+        if self.mode == "pmap" and len(self.local) < self.num_devices:
+            # Over several hosts pmap takes shapes only from arrays.
+            state = jax.jit(lambda: _zeros(state), out_shardings=self._replicated)()
+            batch = jax.jit(lambda: _zeros(batch), out_shardings=self._sharded)()
         return self._program(step).lower(state, batch)
 
     def _program(self, step: Step) -> Any:
@@ -135,9 +154,18 @@ class Parallel:
         )
 
     def _global(self, parts: Sequence[np.ndarray]) -> jax.Array:
-        arrays = [jax.device_put(part[None], device) for part, device in zip(parts, self.devices, strict=True)]
+        arrays = [jax.device_put(part[None], device) for part, device in zip(parts, self.local, strict=True)]
         shape = (self.num_devices, *parts[0].shape)
         return jax.make_array_from_single_device_arrays(shape, self._sharded, arrays)
+
+
+def _zeros(spec: PyTree) -> PyTree:
+    def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jnp.broadcast_to(jax.random.key(0), x.shape)
+        return jnp.zeros(x.shape, x.dtype)
+
+    return jax.tree.map(zeros, spec)
 
 
 def spec_of(tree: PyTree) -> PyTree:
