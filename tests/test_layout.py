@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS: tuple[tuple[str, ...], ...] = (
     # Know nobody of the package.
     ("types", "explain", "interrupts", "startup", "losses", "returns", "staleness", "worker"),
-    ("config", "timeline", "usage", "world", "transport.peers", "transport.sockets", "environments.memory"),
+    ("config", "roll", "timeline", "usage", "world", "transport.peers", "transport.sockets", "environments.memory"),
     # The nouns put to use.
     (
         "agent",
@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "transport.router",
         "transport.trajectory_client",
     ),
-    ("environments", "transport.parameters", "transport.trajectories"),
+    ("environments", "transport.meeting", "transport.parameters", "transport.trajectories"),
     ("transport",),
     ("balance", "device_queue"),
     ("lock_step",),
@@ -41,10 +41,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("blueprint", "learner"),
     ("ballot",),
     # Whole runs.
-    ("actor_process", "agreement", "saved_policy"),
+    ("actor_process", "agreement", "keeper", "saved_policy"),
     ("evaluation", "export", "launch", "remote_actor", "watch"),
     ("video",),
     ("__init__", "cli"),
+    ("learner_process",),
 )
 """Every module of tianji_jax, from the bottom up. A module imports from lower lines only, never from its own."""
 

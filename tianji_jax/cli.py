@@ -90,24 +90,16 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_training(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     train = commands.add_parser("train", help="train an agent")
-    train.add_argument("config", nargs="?", help="a YAML file; configs/ has one for each run worth repeating")
-    train.add_argument("overrides", nargs="*", help=OVERRIDES)
-    train.add_argument(
-        "--resume",
-        type=Path,
-        metavar="RUN",
-        help="go on with the run in this folder, with its own configuration unless another is given",
-    )
-    train.add_argument(
-        "--profile",
-        type=_positive,
-        nargs="?",
-        const=20,
-        default=0,
-        metavar="N",
-        help="profile N updates (20) after the first few: what JAX runs, and a timeline of all threads and actors",
-    )
+    _add_run(train)
     train.set_defaults(command=_train)
+
+    learner = commands.add_parser("learner", help="train an agent with learners on several hosts; run it on each")
+    _add_run(learner)
+    learner.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="host of learner 0 and a free port, the next one too"
+    )
+    learner.add_argument("--process", metavar="RANK/SIZE", help="which learner this is of how many, for example 0/2")
+    learner.set_defaults(command=_learner)
 
     watch = commands.add_parser("watch", help="show how a run stands, from another terminal")
     watch.add_argument("run", type=Path, help="folder of a run")
@@ -120,6 +112,26 @@ def _add_training(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     actor.add_argument("--count", type=int, default=1, metavar="K", help="actors, each a thread of this process")
     actor.add_argument("--id", type=int, help="of the first actor; drawn when it is not given")
     actor.set_defaults(command=_actor)
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", nargs="?", help="a YAML file; configs/ has one for each run worth repeating")
+    parser.add_argument("overrides", nargs="*", help=OVERRIDES)
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        metavar="RUN",
+        help="go on with the run in this folder, with its own configuration unless another is given",
+    )
+    parser.add_argument(
+        "--profile",
+        type=_positive,
+        nargs="?",
+        const=20,
+        default=0,
+        metavar="N",
+        help="profile N updates (20) after the first few: what JAX runs, and a timeline of all threads and actors",
+    )
 
 
 def _add_saved(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -169,20 +181,10 @@ def _positive(text: str) -> int:
 
 def _train(options: argparse.Namespace) -> int:
     from tianji_jax.checkpoint import CheckpointError
-    from tianji_jax.config import ConfigError, load
     from tianji_jax.launch import train
     from tianji_jax.worker import WorkerError
 
-    overrides = list(options.overrides)
-    if options.resume is not None and options.config is not None and "=" in options.config:
-        overrides.insert(0, options.config)
-        options.config = None
-    if options.config is None and options.resume is None:
-        raise ConfigError("train what? Name a configuration (tianji train configs/x.yaml) or a run (--resume runs/x)")
-    if options.resume is None:
-        config = load(options.config, overrides)
-    else:
-        config = _resumed(options.resume, options.config, overrides)
+    config = _configured(options)
     try:
         result = train(config, resume=options.resume, profile=options.profile)
     except WorkerError as error:
@@ -196,6 +198,31 @@ def _train(options: argparse.Namespace) -> int:
         f"{result.seconds:.1f} s{' of this process' if options.resume else ''}; {result.path}"
     )
     return 0
+
+
+def _configured(options: argparse.Namespace) -> "Config":
+    """The configuration that `train` and `learner` are told."""
+    from tianji_jax.config import ConfigError, load
+
+    overrides = list(options.overrides)
+    if options.resume is not None and options.config is not None and "=" in options.config:
+        overrides.insert(0, options.config)
+        options.config = None
+    if options.config is None and options.resume is None:
+        raise ConfigError("train what? Name a configuration (tianji train configs/x.yaml) or a run (--resume runs/x)")
+    if options.resume is None:
+        return load(options.config, overrides)
+    return _resumed(options.resume, options.config, overrides)
+
+
+def _learner(options: argparse.Namespace) -> int:
+    from tianji_jax.keeper import Child, Keeper, find_place
+
+    config, place = _configured(options), find_place(options.coordinator, options.process)
+    arguments = [*([options.config] if options.config else []), *options.overrides]
+    arguments += ["--resume", str(options.resume)] if options.resume else []
+    arguments += ["--profile", str(options.profile)] if options.profile else []
+    return Keeper(place, config, lambda: Child(place, arguments)).run()
 
 
 def _resumed(run: Path, path: str | None, overrides: Sequence[str]) -> "Config":

@@ -156,6 +156,12 @@ class LearnerConfig(Section):
     max_bad_updates: int = Field(
         10, ge=1, description="end the run after so many non-finite updates in a row (each is skipped)"
     )
+    gather_seconds: float = Field(
+        300.0, gt=0, description="of several learners (`tianji learner`): until all have to be there"
+    )
+    silence_seconds: float = Field(
+        30.0, ge=5, description="of several learners: all end when one has not been heard of for so long"
+    )
 
 
 class CheckpointConfig(Section):

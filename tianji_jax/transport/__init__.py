@@ -11,6 +11,7 @@ from tianji_jax.transport.keys import (
     load_server_keys,
     make_keys,
 )
+from tianji_jax.transport.meeting import BEAT_SECONDS, Meeting, Patience, Standing, open_meeting
 from tianji_jax.transport.parameters import ParameterClient, ParameterServer, VersionGone
 from tianji_jax.transport.peers import ID_LIMIT
 from tianji_jax.transport.router import Outside
@@ -19,6 +20,7 @@ from tianji_jax.transport.trajectories import TrajectoryServer
 from tianji_jax.transport.trajectory_client import TrajectoryClient
 
 __all__ = [
+    "BEAT_SECONDS",
     "ID_LIMIT",
     "PROTOCOL",
     "Arrived",
@@ -30,14 +32,17 @@ __all__ = [
     "Joined",
     "KeyFileError",
     "Lost",
+    "Meeting",
     "MessageRejected",
     "Outside",
     "ParameterClient",
     "ParameterServer",
+    "Patience",
     "Refused",
     "Rejected",
     "Requested",
     "ServerKeys",
+    "Standing",
     "TrajectoryClient",
     "TrajectoryServer",
     "VersionGone",
@@ -46,4 +51,5 @@ __all__ = [
     "load_server_keys",
     "local_address",
     "make_keys",
+    "open_meeting",
 ]
