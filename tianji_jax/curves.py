@@ -56,8 +56,8 @@ RETURN, RATE, LAG = "episode_return", "environment_steps_per_second", "policy_la
 WIDTH = 3.5
 """Inches of a picture of groups: a column of a paper."""
 
-LEGEND_CHARACTERS = 54
-"""That go across it."""
+LEGEND_CHARACTERS, HEADING_CHARACTERS = 54, 80
+"""That go across a picture of groups, and across one of a run."""
 
 LEGEND_LINE, LEGEND_GAP = 0.12, 0.03
 """Inches: how high a line of text is, and what is between two labels."""
@@ -155,7 +155,8 @@ def run_figure(record: Record) -> "Figure":
     _finish(panels, [record], scale, record.settings.get("run.stop_at_return"))
     for name in health or (RETURN, LAG):
         panels[name].set_xlabel(scale.name, fontsize=9, color=GREY)
-    heading = textwrap.shorten(f"{record.folder.resolve().name}: {common([record])}", 100, placeholder=" ...")
+    heading = f"{record.folder.resolve().name}: {common([record])}"
+    heading = heading if len(heading) <= HEADING_CHARACTERS else f"{heading[: HEADING_CHARACTERS - 3]}..."
     figure.text(0.07, 0.96, heading, fontsize=10, parse_math=False)
     return figure
 

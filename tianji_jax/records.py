@@ -8,14 +8,16 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import yaml
 
 from tianji_jax.config import ConfigError, flatten
-from tianji_jax.metrics import Report
 from tianji_jax.run_folder import CONFIG, METRICS
+
+if TYPE_CHECKING:
+    from tianji_jax.metrics import Report
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +94,7 @@ class Group:
         return f"{count} {noun}{'s' if count > 1 else ''}"
 
 
-def reports_of(folder: Path, most: int | None = None) -> Iterator[Report]:
+def reports_of(folder: Path, most: int | None = None) -> "Iterator[Report]":
     """The reports of a run, which may be training meanwhile: a line that is cut off is left out.
 
     Args:
