@@ -8,14 +8,15 @@ from V-trace, without it they are taken as if they were fresh. A Markdown table 
 """
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+
+from tianji_jax.metrics import Report
+from tianji_jax.records import reports_of
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = [
@@ -29,8 +30,6 @@ SETTINGS = [
 ]
 CASES = [(0, True), *((max_lag, correct) for max_lag in (1, 4, 16) for correct in (True, False))]
 
-Report = dict[str, Any]
-
 
 def run(max_lag: int, correct: bool, seed: int, steps: int, folder: Path) -> list[Report]:
     """The reports of one run in a fresh process."""
@@ -41,7 +40,7 @@ def run(max_lag: int, correct: bool, seed: int, steps: int, folder: Path) -> lis
         *(f"run.seed={seed}", f"run.environment_steps={steps}", f"run.directory={folder}", f"run.name={name}"),
     ]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    return list(reports_of(folder / name))
 
 
 def training_seconds(reports: list[Report]) -> list[float]:

@@ -11,6 +11,7 @@ import queue
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,7 +51,12 @@ class Snapshot(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of one run, for writing."""
+    """The checkpoints of one run, for writing.
+
+    Attributes:
+      failed: saves that were not written.
+      saved: called by `run` after each save.
+    """
 
     def __init__(self, run_folder: Path, config: CheckpointConfig, lock_step: bool) -> None:
         """
@@ -62,6 +68,7 @@ class Checkpoints:
         self.folder = run_folder.resolve() / FOLDER
         self.failed = 0
         self._config = config
+        self.saved: Callable[[], None] = lambda: None
         self._lock_step = lock_step
         self._saved_at = time.monotonic()
         self._given_version = self._saved_version = -1
@@ -116,6 +123,8 @@ class Checkpoints:
                 self.save(snapshot)
             except CheckpointError as error:
                 logger.warning("%s", error)
+            else:
+                self.saved()
 
     def save(self, snapshot: Snapshot) -> None:
         """Save now, unless that version is saved already.

@@ -1,7 +1,8 @@
-"""The command line: `tianji train`, `watch`, `eval`, `export`, `actor`, `config`, `keys`, `environments`."""
+"""The command line: `tianji train`, `watch`, `eval`, `export`, `plot`, `compare`, `actor`, `config` and others."""
 
 import argparse
 import logging
+import math
 import os
 import sys
 import traceback
@@ -84,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_training(commands)
     _add_saved(commands)
+    _add_looking_back(commands)
     _add_setting_up(commands)
     return parser
 
@@ -155,6 +157,34 @@ def _add_saved(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     export.set_defaults(command=_export)
 
 
+def _add_looking_back(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    runs = "folders of runs, or folders that hold them; runs that differ in their seed only are one group"
+    plot = commands.add_parser("plot", help="draw return, policy lag and throughput of runs")
+    plot.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=runs)
+    plot.add_argument("--x", choices=("steps", "frames", "seconds"), default="steps", help="draw against these (steps)")
+    plot.add_argument(
+        "--output", type=Path, default=Path("curves.png"), metavar="FILE.png", help="or .pdf or .svg (curves.png)"
+    )
+    plot.add_argument("--title", help="what all runs have in common, if it is not given")
+    plot.add_argument("--goal", type=_finite, metavar="R", help="a dashed line at this return")
+    plot.set_defaults(command=_plot)
+
+    compare = commands.add_parser("compare", help="tell what runs took to reach a return, and how they ended")
+    compare.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=runs)
+    compare.add_argument(
+        "--return",
+        dest="goal",
+        type=_finite,
+        metavar="R",
+        help="the return to reach (run.stop_at_return, else within 10 %% of the best)",
+    )
+    compare.set_defaults(command=_compare)
+    for command in (plot, compare):
+        command.add_argument(
+            "--label", nargs="+", default=[], help="one for each RUN, or one for all: those of the same are one group"
+        )
+
+
 def _add_setting_up(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     config = commands.add_parser("config", help="check a configuration and print it with every default")
     config.add_argument("config", help="a YAML file")
@@ -176,6 +206,16 @@ def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return number
+
+
+def _finite(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
     return number
 
 
@@ -289,6 +329,25 @@ def _export(options: argparse.Namespace) -> int:
 
     folder = export(options.run, options.output, best=options.best, greedy=options.greedy, batch=options.batch)
     print(f"wrote {folder}; try it: python {folder / EXAMPLE}")
+    return 0
+
+
+def _plot(options: argparse.Namespace) -> int:
+    from tianji_jax.curves import plot
+    from tianji_jax.records import gather
+
+    plot(gather(options.runs, options.label), options.output, options.x, options.title, options.goal)
+    print(f"wrote {options.output}")
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from tianji_jax.comparison import compare
+    from tianji_jax.records import gather
+
+    compare(gather(options.runs, options.label), options.goal, Console())
     return 0
 
 

@@ -23,6 +23,7 @@ from tianji_jax.blueprint import Addresses, Blueprint, connect, listen, make_act
 from tianji_jax.checkpoint import Checkpoints, Snapshot
 from tianji_jax.config import Config, ConfigError, to_yaml, validate
 from tianji_jax.console import display, heading
+from tianji_jax.curves import PICTURE, draw_run
 from tianji_jax.device_queue import BatchAssembler, DeviceQueue
 from tianji_jax.interrupts import Interrupts, Preempted, interrupts
 from tianji_jax.learner import Learner, Publisher, first_params, init_state, update_step
@@ -181,10 +182,13 @@ class Run:
             folder.enter_context(held(self.path))
             rewind_metrics(self.path, self._pipeline.version)
             (self.path / CONFIG).write_text(to_yaml(config))
+            if self._world.leads:
+                folder.callback(self._draw)  # when the sinks have written the last report
             sinks = open_sinks(self.path, config, self._meter.environment_steps) if self._world.leads else Sinks({})
             self._sinks = folder.enter_context(sinks)
             self._checkpoints = Checkpoints(self.path, config.checkpoint, self._schedule is not None)
             folder.callback(self._checkpoints.close)
+            self._checkpoints.saved = self._draw
             self._profile = Profile(self.path, self.profile_updates, self._pipeline.timeline)
             if self._resume is not None:
                 self._checkpoints.rewind(self._pipeline.version)
@@ -261,6 +265,12 @@ class Run:
             "config": self._config.model_dump(mode="json"),
         }
         return Snapshot(version, self._copy(self.learner.state), progress, self._meter.window_return)
+
+    def _draw(self) -> None:
+        try:
+            draw_run(self.path)
+        except Exception as error:  # a picture less; the training must not end for it
+            logger.warning("%s was not drawn: %s: %s", self.path / PICTURE, type(error).__name__, error)
 
     def solved(self) -> bool:
         """Whether the return asked for has been reached."""
