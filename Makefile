@@ -1,4 +1,4 @@
-.PHONY: test test-learning test-slow lint
+.PHONY: test test-learning test-slow lint docs
 
 # Everything a change has to pass; about a quarter of an hour on two cores.
 test: lint
@@ -11,6 +11,10 @@ test-learning:
 # Ten minutes under pressure: memory stays flat.
 test-slow:
 	python -m pytest -m slow
+
+# The documentation's site, in site/.
+docs:
+	mkdocs build --strict
 
 lint:
 	ruff check .

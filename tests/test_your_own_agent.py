@@ -17,10 +17,13 @@ MAX_LINES = 80
 """Of agent and environment together, blank ones not counted."""
 
 
+def files_of(document: Path) -> dict[str, str]:
+    """The files that a document has its reader write, by name."""
+    return dict(re.findall(r"`([\w.]+)`:\n\n```(?:python|yaml)\n(.*?)^```", document.read_text(), re.M | re.S))
+
+
 def files() -> dict[str, str]:
-    """The files that the document has its reader write, by name."""
-    found = re.findall(r"`([\w.]+)`:\n\n```(?:python|yaml)\n(.*?)^```", DOCUMENT.read_text(), re.M | re.S)
-    return dict(found)
+    return files_of(DOCUMENT)
 
 
 def commands() -> list[str]:

@@ -36,7 +36,13 @@ DIFFERENCES_LIMIT = 10
 VALUE_LIMIT = 200
 """Most characters of a peer's words that are repeated in a message."""
 
-DTYPES = frozenset(np.dtype(name) for name in (bool, np.uint8, np.int32, np.int64, np.float32, ml_dtypes.bfloat16))
+DTYPES = frozenset(
+    np.dtype(name)
+    for name in (
+        *(bool, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32),
+        *(np.float16, np.float32, ml_dtypes.bfloat16),
+    )
+)
 """What arrays may hold."""
 
 _ARRAYS = "[arrays]"
