@@ -329,8 +329,8 @@ def _finish(panels: Mapping[str, "Axes"], records: Sequence[Record], scale: Scal
         axes.axhline(goal, color="0.4", linewidth=0.8, linestyle=(0, (4, 3)), zorder=6)
         place = axes.get_yaxis_transform()
         behind = {"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 0.5}
-        words = axes.text(0.01, goal, f"goal {goal:g}", transform=place, fontsize=7, color=GREY, va="bottom", zorder=5)
-        words.set_bbox(behind)
+        style: dict[str, Any] = {"fontsize": 7, "color": GREY, "va": "bottom", "zorder": 5, "bbox": behind}
+        axes.text(0.01, goal, f"goal {goal:g}", transform=place, **style)
 
 
 def _legend_text(group: Group) -> str:
