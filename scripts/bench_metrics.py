@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 import tianji_jax
-from tianji_jax import launch
-from tianji_jax.launch import Run
+from tianji_jax import run as running
 from tianji_jax.metrics import Meter
+from tianji_jax.run import Run
 from tianji_jax.sinks import Sinks
 from tianji_jax.stopwatch import Stopwatch
 
@@ -38,13 +38,13 @@ class Switch:
         self._replace(Meter, "spent", None)
         self._replace(Sinks, "put", None)
         self._replace(Run, "_report", {"environment_steps": 0, "learner_steps": 0})
-        meter = launch.Meter
+        meter = running.Meter
 
         def make(*arguments: Any) -> Meter:
             self.meter = meter(*arguments)
             return self.meter
 
-        launch.Meter = make  # type: ignore[assignment, misc]
+        running.Meter = make  # type: ignore[assignment, misc]
 
     def _replace(self, where: type, method: str, nothing: Any) -> None:
         measured = getattr(where, method)

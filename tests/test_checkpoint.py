@@ -215,7 +215,7 @@ def test_a_run_that_cannot_be_saved_trains_on_and_says_so_at_the_end(tmp_path: P
             done.append("blocked")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tianji_jax.launch.Checkpoints", Blocking)
+        patch.setattr("tianji_jax.run.Checkpoints", Blocking)
         with pytest.raises(CheckpointError, match="no checkpoint of version"):
             tianji_jax.train(config, show=False)
     last = reports_of(tmp_path / "run")[-1]

@@ -10,8 +10,9 @@ import pytest
 from tianji_jax.agent import AgentConfig
 from tianji_jax.blueprint import plan
 from tianji_jax.config import ConfigError, apply_override, load, to_yaml, validate
-from tianji_jax.launch import Run, train
+from tianji_jax.launch import train
 from tianji_jax.parallel import Parallel
+from tianji_jax.run import Run
 from tianji_jax.testing import TrivialAgent
 
 MINIMAL: dict[str, Any] = {"environment": {"name": "envpool:CartPole-v1"}, "agent": {"name": "ppo"}}

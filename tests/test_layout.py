@@ -43,7 +43,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ballot",),
     # Whole runs.
     ("actor_process", "agreement", "keeper", "saved_policy"),
-    ("evaluation", "export", "launch", "remote_actor", "watch"),
+    ("evaluation", "export", "remote_actor", "run", "watch"),
+    ("launch",),
     ("video",),
     ("__init__", "cli"),
     ("learner_process",),

@@ -16,7 +16,9 @@ from tianji_jax.transport.codec import DIFFERENCES_LIMIT, HEADER_LIMIT, PROTOCOL
 from tianji_jax.types import ArraySpec
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-DTYPES = [np.dtype(name) for name in ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "float16", "float32")] + [BFLOAT16]
+DTYPES = [
+    np.dtype(name) for name in ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "float16", "float32")
+] + [BFLOAT16]
 REASONS = {"malformed", "oversized", "protocol", "fingerprint", "shape", "non_finite"}
 
 array_specs = st.builds(ArraySpec, st.lists(st.integers(0, 4), max_size=4).map(tuple), st.sampled_from(DTYPES))
