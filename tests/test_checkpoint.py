@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,51 @@ def test_a_run_that_cannot_be_saved_trains_on_and_says_so_at_the_end(tmp_path: P
     assert done == ["blocked"]
     assert last["environment_steps"] >= 400
     assert last["checkpoints_failed"] >= 1
+
+
+def small(version: int) -> Snapshot:
+    return Snapshot(version, {"w": jnp.full(3, float(version))}, {}, None)
+
+
+class Slow(Checkpoints):
+    """Takes its time, and notes who is saving when."""
+
+    def _save(self, snapshot: Snapshot) -> None:
+        self.saving = getattr(self, "saving", 0) + 1
+        assert self.saving == 1, "two saves at once"
+        time.sleep(0.3)
+        super()._save(snapshot)
+        self.saving -= 1
+
+
+def test_the_last_save_waits_for_the_one_before_and_what_waits_is_saved(tmp_path: Path) -> None:
+    checkpoints, stop = Slow(tmp_path, CheckpointConfig(), lock_step=False), threading.Event()
+    worker = threading.Thread(target=checkpoints.run, args=(stop,))
+    worker.start()
+    checkpoints.put(small(1), stop)
+    time.sleep(0.1)  # being saved
+    checkpoints.put(small(2), stop)  # waits
+    stop.set()
+    checkpoints.save(small(3))
+    worker.join(20)
+    assert not worker.is_alive()
+    checkpoints.close()
+    assert checkpoints.failed == 0
+    for version in (1, 2, 3):
+        assert (tmp_path / FOLDER / str(version)).is_dir()
+    assert restore(tmp_path, {"w": jax.ShapeDtypeStruct((3,), np.float32)}).version == 3
+
+
+def test_a_learner_hands_over_one_snapshot_at_a_time(tmp_path: Path) -> None:
+    checkpoints, stop = Slow(tmp_path, CheckpointConfig(), lock_step=False), threading.Event()
+    checkpoints.put(small(1), stop)
+    waits = threading.Thread(target=checkpoints.put, args=(small(2), stop))
+    waits.start()
+    waits.join(0.3)
+    assert waits.is_alive()
+    stop.set()  # nobody saves any more
+    waits.join(5)
+    assert not waits.is_alive()
 
 
 class Poisoned(TrivialAgent):

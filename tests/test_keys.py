@@ -140,6 +140,43 @@ def test_actors_from_outside_take_part_in_a_run(secured: bool, keys: Path, tmp_p
     assert sent.count(2) > 50
 
 
+def test_an_actor_gets_in_once_its_key_is_there_and_not_without(
+    keys: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the learner runs; a file that holds no key changes nothing."""
+    monkeypatch.setattr("tianji_jax.transport.keys.LOOK_SECONDS", 0.1)
+    new = tmp_path / "new"
+    make_keys(new)  # of another learner; the pair of its actor will do
+    (new / "learner.key").write_bytes((keys / "learner.key").read_bytes())
+    config = counting_config(
+        tmp_path,
+        {
+            "run": {"environment_steps": 20_000, "name": "r"},
+            "environment": {"options": {"step_seconds": 1e-3}},
+            "actors": {"listen": f"tcp://127.0.0.1:{free_ports()}"},
+            "security": {"keys": str(keys)},
+        },
+    )
+    theirs = config.model_copy(update={"security": config.security.model_copy(update={"keys": new})})
+    run, workers, sent = threading.Thread(target=train, args=(config,)), Workers(), list[int]()
+    run.start()
+    while not (tmp_path / "r").exists():
+        time.sleep(0.05)
+    workers.start("actor", functools.partial(act_from_outside, theirs, 7, sent))
+    time.sleep(1)
+    assert not sent
+    (keys / "broken.key").write_text("no key")
+    (keys / "seventh.key").write_bytes((new / "actor.key").read_bytes())
+    time.sleep(1)
+    assert not sent  # as long as one of the files is broken
+    (keys / "broken.key").unlink()
+    run.join()
+    assert workers.close(10) == []
+    workers.check()
+    assert len(sent) > 10
+    assert caplog.text.count("the keys from before stay in use") == 1
+
+
 def hand_out(source: Path, folder: Path, *names: str) -> Path:
     """A folder of another host, with what `tianji keys new` says should go there."""
     folder.mkdir(mode=0o700)

@@ -229,7 +229,11 @@ def listen(blueprint: Blueprint, keys: ServerKeys | None, local: Addresses, cont
     with contextlib.ExitStack() as undo:
         authenticator = None
         if keys is not None:
-            authenticator = Authenticator(keys.clients, context)
+            directory = config.security.keys
+            assert directory is not None  # where there are keys
+            authenticator = Authenticator(
+                keys.clients, context, lambda: load_server_keys(directory.expanduser()).clients
+            )
             undo.callback(authenticator.close)
         try:
             trajectories = TrajectoryServer(local.trajectories, blueprint.trajectory_codec(), context, outside[0])

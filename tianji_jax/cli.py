@@ -273,6 +273,10 @@ def _resumed(run: Path, path: str | None, overrides: Sequence[str]) -> "Config":
     if not (run / CONFIG).is_file():
         raise ConfigError(f"--resume {run}: no run there ({CONFIG} is missing)")
     before = load(run / CONFIG)
+    agent = before.agent["name"]
+    others = [override for override in overrides if override.startswith("agent.name=")]
+    if others and others[-1] != f"agent.name={agent}":
+        raise ConfigError(f"{others[-1]}: this run's agent is {agent}, which no other can go on from: start a new run")
     config = load(path or run / CONFIG, overrides)
     for setting, old, new in difference(before, config):
         print(f"changed: {setting}: {old!r} -> {new!r}")
@@ -281,7 +285,8 @@ def _resumed(run: Path, path: str | None, overrides: Sequence[str]) -> "Config":
 
 def _failed(error: Exception) -> int:
     traceback.print_exception(error.__cause__ or error)
-    print(f"tianji: {error}", file=sys.stderr)
+    # The rest is in the traceback.
+    print(f"tianji: {str(error).splitlines()[0]}", file=sys.stderr)
     return FAILED
 
 
@@ -375,7 +380,7 @@ def _keys(options: argparse.Namespace) -> int:
     print(
         f"the learner's host keeps {directory} (learner.key_secret and every actor's NAME.key)\n"
         f"an actor's host gets learner.key and {actor}.key_secret, in a folder for its user only (chmod 700)\n"
-        "both name their folder in security.keys; a learner that runs knows a new actor when it is started again"
+        "both name their folder in security.keys; a learner that runs lets a new actor in once its NAME.key is there"
     )
     return 0
 

@@ -8,6 +8,7 @@ import functools
 import logging
 import re
 import secrets
+import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -97,7 +98,7 @@ class _Trajectories(TrajectoryClient):
             tally.away = tally.away or time.monotonic()
             return
         if tally.away is not None:
-            print(f"actor {self.actor_id}: connected to {self.address}{' again' if tally.met else ''}", flush=True)
+            _say(f"actor {self.actor_id}: connected to {self.address}{' again' if tally.met else ''}")
         tally.away, tally.met = None, True
 
 
@@ -202,9 +203,13 @@ def _print_line(tallies: list[_Tally], rate: float, away: float) -> None:
     trajectories, seconds = sum(tally.trajectories for tally in tallies), sum(tally.seconds for tally in tallies)
     waited = sum(tally.waited for tally in tallies) / seconds if seconds else 0.0
     where = f"  no learner for {away:.0f} s" if away >= LINE_SECONDS else ""
-    print(
-        f"trajectories {trajectories:,}  steps/s {rate:,.0f}  waiting for the learner {waited:.0%}{where}", flush=True
-    )
+    _say(f"trajectories {trajectories:,}  steps/s {rate:,.0f}  waiting for the learner {waited:.0%}{where}")
+
+
+def _say(line: str) -> None:
+    """In one piece, whichever threads speak at the same time."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def _check(workers: Workers, interruption: Interrupts) -> None:

@@ -47,9 +47,9 @@ def film(policy: SavedPolicy, path: Path, greedy: bool, seed: int) -> int:
     _check_visible(policy)
     act = chooser(policy, greedy, seed)
     environments = fresh_environments(policy.config, 1, seed, render_mode="rgb_array")
-    frames = 0
+    frames, partial = 0, path.with_name(f".{path.name}.partial")
     try:
-        with av.open(path, "w", format="mp4") as file:
+        with av.open(partial, "w", format="mp4") as file:
             stream: Any = None
             for picture in _episode(policy, act, environments):
                 if stream is None:
@@ -58,12 +58,14 @@ def film(policy: SavedPolicy, path: Path, greedy: bool, seed: int) -> int:
                 file.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
                 frames += 1
             file.mux(stream.encode())
+        partial.replace(path)
     except EnvironmentConfigError as error:
         raise ConfigError(f"--video: {error}") from None
     except OSError as error:
         raise ConfigError(f"--video: cannot write {path}: {error.strerror}") from None
     finally:
         environments.close()
+        partial.unlink(missing_ok=True)
     return frames
 
 

@@ -12,7 +12,8 @@ import re
 import stat
 import struct
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,6 +35,9 @@ ACTOR = "actor"
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 """Where libzmq asks whether to let a peer in (rfc.zeromq.org/spec/27)."""
+
+LOOK_SECONDS = 2.0
+"""How often a learner looks for the keys of new actors."""
 
 COMPLAINTS_LIMIT = 100
 """Strangers of whom the log tells; further ones go unmentioned while these keep trying."""
@@ -101,13 +105,18 @@ def connect(socket: zmq.Socket, address: str, keys: ClientKeys | None) -> None:
 class Authenticator:
     """Lets holders of known keys in and nobody else. One in each `zmq.Context`; `run` has a thread of its own."""
 
-    def __init__(self, clients: frozenset[bytes], context: zmq.Context) -> None:
+    def __init__(
+        self, clients: frozenset[bytes], context: zmq.Context, look_again: Callable[[], frozenset[bytes]] | None = None
+    ) -> None:
         """
         Args:
           clients: public keys to let in.
           context: of the sockets that the keys are for.
+          look_again: gives the keys to let in from now on, and is asked every `LOOK_SECONDS`; None: they stay the same.
         """
         self._clients = {z85.decode(key) for key in clients}
+        self._look_again, self._looked = look_again, time.monotonic()
+        self._trouble = ""
         self._told: Table[bytes, bool] = Table(COMPLAINTS_LIMIT)
         self._socket = context.socket(zmq.REP)
         self._socket.linger = 0
@@ -118,10 +127,23 @@ class Authenticator:
         while not stop.is_set():
             if self._socket.poll(milliseconds(POLL_SECONDS)):
                 self._answer(self._socket.recv_multipart())
+            if self._look_again is not None and time.monotonic() - self._looked >= LOOK_SECONDS:
+                self._renew(self._look_again)
 
     def close(self) -> None:
         """Close, when `run` has returned; nobody is let in any more."""
         self._socket.close()
+
+    def _renew(self, look_again: Callable[[], frozenset[bytes]]) -> None:
+        self._looked = time.monotonic()
+        try:
+            self._clients = {z85.decode(key) for key in look_again()}
+        except KeyFileError as error:
+            if str(error) != self._trouble:
+                logger.warning("security.keys: %s; the keys from before stay in use", error)
+            self._trouble = str(error)
+        else:
+            self._trouble = ""
 
     def _answer(self, request: list[bytes]) -> None:
         version, number, _, address, _, mechanism, *credentials = request
@@ -129,7 +151,8 @@ class Authenticator:
         if not known and address not in self._told:
             self._told[address] = True
             logger.warning("%s is not let in: its key is none of the actors'", address.decode(errors="replace"))
-        verdict = (b"200", b"OK", b"actor") if known else (b"400", b"unknown key", b"")
+        # After 400 a peer would never try again; 300 leaves it without an answer until it gives up and does.
+        verdict = (b"200", b"OK", b"actor") if known else (b"300", b"unknown key", b"")
         self._socket.send_multipart([version, number, *verdict, b""])
 
 

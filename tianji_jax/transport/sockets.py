@@ -1,9 +1,13 @@
 """How sockets are set up, bound and read; the same for every stream."""
 
 import contextlib
+import fcntl
 import ipaddress
+import os
+import shutil
 import socket as os_socket
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,10 +26,21 @@ KEEPALIVE_SECONDS = 30
 given up, and a client connects anew."""
 
 RECONNECT_SECONDS = 1.0
-"""Longest pause between attempts to connect. They begin at ten a second, and without the right key never end."""
+"""Longest pause between attempts to connect. They begin at ten a second and never end."""
+
+HANDSHAKE_SECONDS = 5.0
+"""A connection that has not said what it has to by then is given up: a stranger's that says nothing, and that of a peer
+whose key is not known, which tries again in case it is by now."""
 
 IPC_PATH_LIMIT = 107
 """Bytes of the path of a Unix domain socket, without the final zero (Linux, unix(7))."""
+
+
+PREFIX, LOCK = "tianji-", "lock"
+"""Names of the directories that hold sockets, and of the file in each that its process holds."""
+
+SWEEP_SECONDS = 60.0
+"""Age from which a directory that nobody holds is one that was left behind."""
 
 
 def open_socket(context: zmq.Context, kind: int, message_limit: int) -> zmq.Socket:
@@ -44,6 +59,7 @@ def open_socket(context: zmq.Context, kind: int, message_limit: int) -> zmq.Sock
     socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = KEEPALIVE_SECONDS
     socket.setsockopt(zmq.TCP_MAXRT, milliseconds(3 * KEEPALIVE_SECONDS))  # the same for what is not acknowledged
     socket.reconnect_ivl_max = milliseconds(RECONNECT_SECONDS)
+    socket.handshake_ivl = milliseconds(HANDSHAKE_SECONDS)
     if kind == zmq.ROUTER:
         socket.router_mandatory = True  # sending to a peer that is gone is an error instead of silence
         socket.router_handover = True  # a restarted peer takes over the routing id of its predecessor
@@ -137,8 +153,13 @@ def local_address(kind: str) -> Iterator[str]:
     if kind == "inproc":
         yield f"inproc://{uuid.uuid4().hex}"
     elif kind == "ipc":
+        _sweep(Path(tempfile.gettempdir()))
         # The directory has mode 0700: other users of the host cannot connect.
-        with tempfile.TemporaryDirectory(prefix="tianji-", ignore_cleanup_errors=True) as directory:
+        with (
+            tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as directory,
+            (Path(directory) / LOCK).open("w") as lock,
+        ):
+            fcntl.flock(lock, fcntl.LOCK_EX)
             path = Path(directory) / "s"
             if len(bytes(path)) > IPC_PATH_LIMIT:
                 raise ValueError(
@@ -148,6 +169,17 @@ def local_address(kind: str) -> Iterator[str]:
             yield f"ipc://{path}"
     else:
         raise ValueError(f"kind of address {kind!r}; inproc or ipc is expected")
+
+
+def _sweep(directory: Path) -> None:
+    """Remove what processes that were killed left behind: nobody holds its lock any more."""
+    for left in directory.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            # One that is just being made is not held yet.
+            if left.stat().st_uid == os.getuid() and time.time() - left.stat().st_mtime > SWEEP_SECONDS:
+                with (left / LOCK).open() as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(left)
 
 
 def is_loopback(address: str) -> bool:
