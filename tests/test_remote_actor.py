@@ -107,15 +107,16 @@ def test_actors_from_elsewhere_come_and_go(
     assert_learned_well(training, 1, 1)
 
 
+@pytest.mark.parametrize("count", [1, 2], ids=["one", "two, by a relay"])
 def test_an_actor_waits_for_its_learner_before_and_between(
-    start: Callable[..., "subprocess.Popen[str]"], tmp_path: Path
+    start: Callable[..., "subprocess.Popen[str]"], tmp_path: Path, count: int
 ) -> None:
     path, address, _ = listening(tmp_path)
-    actor = start("actor", str(path), "--connect", address)
+    actor = start("actor", str(path), "--connect", address, "--count", str(count), "actors.parameters=bfloat16")
     log = tmp_path / "actor.log"
     until_file_says(log, "no learner at " + address, actor)
     for meeting in range(2):
-        learner = start("train", str(path))
+        learner = start("train", str(path), "actors.parameters=bfloat16")
         until_learning(tmp_path / "runs", learner)
         until_file_says(log, "connected to " + address + (" again" if meeting else ""), actor)
         learner.kill()

@@ -103,7 +103,7 @@ class Blueprint:
 
     def parameter_codec(self) -> Codec:
         """How parameters are written on the wire."""
-        return Codec(self.params, _common_settings(self.config))
+        return Codec(self.params, _common_settings(self.config), self.config.actors.parameters == "bfloat16")
 
 
 def plan(config: Config, world: World = ALONE) -> Blueprint:
@@ -283,7 +283,7 @@ def _common_settings(config: Config) -> dict[str, Any]:
     tree = config.model_dump(mode="json")
     common = {
         "environment": {key: tree["environment"][key] for key in ("name", "options")},
-        "actors": {key: tree["actors"][key] for key in ("environments", "unroll_length")},
+        "actors": {key: tree["actors"][key] for key in ("environments", "unroll_length", "parameters")},
         "run": {"deterministic": config.run.deterministic},
         "agent": tree["agent"],
     }

@@ -83,6 +83,9 @@ class ActorsConfig(Section):
     environment_threads: int = Field(
         0, ge=0, description="threads of each environment pool; 0: share the cores among the pools"
     )
+    parameters: Literal["float32", "bfloat16"] = Field(
+        "float32", description="how parameters travel to the actors; bfloat16 rounds them, in half the bytes"
+    )
     listen: str | None = Field(
         None,
         description="tcp://HOST:PORT where actors from elsewhere connect (PORT + 1 is used too); null: local ones only",

@@ -4,6 +4,7 @@ They may come before their learner does, and stay while it is away: one that was
 address finds its actors waiting.
 """
 
+import contextlib
 import functools
 import logging
 import re
@@ -11,6 +12,7 @@ import secrets
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import jax
@@ -22,7 +24,17 @@ from tianji_jax.blueprint import Addresses, Blueprint, client_keys, make_actor, 
 from tianji_jax.config import Config, ConfigError
 from tianji_jax.interrupts import Interrupts, interrupts
 from tianji_jax.parallel import actor_device
-from tianji_jax.transport import ID_LIMIT, Credit, ParameterClient, Refused, Rejected, TrajectoryClient
+from tianji_jax.transport import (
+    ID_LIMIT,
+    Credit,
+    ParameterClient,
+    ParameterRelay,
+    ParameterServer,
+    Refused,
+    Rejected,
+    TrajectoryClient,
+    local_address,
+)
 from tianji_jax.types import Episode, PyTree, Stamp, Trajectory
 from tianji_jax.worker import POLL_SECONDS, WorkerError, Workers
 
@@ -148,14 +160,33 @@ def act(config: Config, address: str, count: int = 1, actor_id: int | None = Non
         workers = Workers()
         interruption.stop_by(workers.stop)
         tallies = [_Tally() for _ in range(count)]
-        for number, tally in enumerate(tallies):
-            device = actor_device(config.actors.device, devices, number)
-            run = functools.partial(_act, blueprint, (first + number, device), addresses, context, tally)
-            workers.start(f"actor {first + number}", run)
-        _report_until_the_end(address, tallies, workers.stop)
-        if not workers.close(CLOSE_SECONDS):
+        with contextlib.ExitStack() as relay:
+            if count > 1:
+                addresses = relay.enter_context(_relayed(blueprint, addresses, context, workers))
+            for number, tally in enumerate(tallies):
+                device = actor_device(config.actors.device, devices, number)
+                run = functools.partial(_act, blueprint, (first + number, device), addresses, context, tally)
+                workers.start(f"actor {first + number}", run)
+            _report_until_the_end(address, tallies, workers.stop)
+            ended = not workers.close(CLOSE_SECONDS)
+        if ended:
             context.destroy(linger=0)
         _check(workers, interruption)
+
+
+@contextlib.contextmanager
+def _relayed(blueprint: Blueprint, addresses: Addresses, context: zmq.Context, workers: Workers) -> Iterator[Addresses]:
+    """Have the learner send parameters once for all actors here; where these find both streams."""
+    keys = client_keys(blueprint.config, addresses)
+    with local_address("inproc") as local:
+        server = ParameterServer(local, blueprint.parameter_codec(), context)
+        try:
+            upstream = ParameterClient(addresses.parameters, blueprint.parameter_codec(), context, keys=keys)
+            workers.start("parameter server", server.serve)
+            workers.start("parameter relay", ParameterRelay(upstream, server).run)
+            yield Addresses(addresses.trajectories, local)
+        finally:
+            server.close()
 
 
 def _act(
@@ -172,7 +203,8 @@ def _act(
     # A life like no other: an id may be used again, and the learner does not tell how often it was.
     actor = make_actor(blueprint, actor_id, device, start=secrets.randbelow(2**31))
     stream = _Trajectories(addresses.trajectories, actor_id, blueprint.trajectory_codec(), context, keys, patient=True)
-    parameters = _Parameters(addresses.parameters, blueprint.parameter_codec(), context, keys=keys)
+    far = addresses.parameters.startswith("tcp://")
+    parameters = _Parameters(addresses.parameters, blueprint.parameter_codec(), context, keys=keys if far else None)
     stream.tally, parameters.stream = tally, stream
     actor.run(stream, parameters, stop)
 

@@ -12,7 +12,7 @@ from tianji_jax.transport.keys import (
     make_keys,
 )
 from tianji_jax.transport.meeting import BEAT_SECONDS, Meeting, Patience, Standing, open_meeting
-from tianji_jax.transport.parameters import ParameterClient, ParameterServer, VersionGone
+from tianji_jax.transport.parameters import ParameterClient, ParameterRelay, ParameterServer, VersionGone
 from tianji_jax.transport.peers import ID_LIMIT
 from tianji_jax.transport.router import Outside
 from tianji_jax.transport.sockets import is_loopback, local_address
@@ -36,6 +36,7 @@ __all__ = [
     "MessageRejected",
     "Outside",
     "ParameterClient",
+    "ParameterRelay",
     "ParameterServer",
     "Patience",
     "Refused",

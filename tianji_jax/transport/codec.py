@@ -92,22 +92,23 @@ class Codec:
       message_limit: size in bytes of the largest frame (`ZMQ_MAXMSGSIZE` counts frames, not multipart messages).
     """
 
-    def __init__(self, spec: PyTree, settings: Mapping[str, Any]) -> None:
+    def __init__(self, spec: PyTree, settings: Mapping[str, Any], narrow: bool = False) -> None:
         """A codec for trees as `spec` says.
 
         Args:
           spec: pytree of `ArraySpec`.
           settings: everything else both sides must agree on (environment, agent ...), as JSON knows values.
+          narrow: float32 travels rounded to bfloat16, in half the bytes.
 
         Raises:
           ValueError: a leaf is no `ArraySpec` or its dtype does not travel.
         """
         leaves, treedef = jax.tree_util.tree_flatten_with_path(spec)
         self._treedef: Any = treedef  # jax's type stubs do not tell its methods
-        self._leaves = [_leaf(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
+        self._leaves = [_leaf(jax.tree_util.keystr(path), leaf, narrow) for path, leaf in leaves]
         self.spec = spec
         lines = [f"{name}: {json.dumps(value, sort_keys=True)}" for name, value in settings.items()]
-        lines += [_ARRAYS, *(f"{leaf.path}: {ArraySpec(leaf.shape, leaf.dtype)}" for leaf in self._leaves)]
+        lines += [_ARRAYS, *(f"{leaf.path}: {ArraySpec(leaf.shape, leaf.wire_dtype)}" for leaf in self._leaves)]
         description = "\n".join(lines).encode()
         self.description = description[:DESCRIPTION_LIMIT].decode(errors="ignore")
         self.fingerprint = hashlib.sha256(b"%d\n%s" % (PROTOCOL, description)).hexdigest()[:16]
@@ -241,11 +242,12 @@ def _view(frame: Any) -> memoryview:
     return memoryview(frame)  # a zmq.Frame is a buffer, which type checkers only know from Python 3.12 on
 
 
-def _leaf(path: str, spec: object) -> _Leaf:
+def _leaf(path: str, spec: object, narrow: bool) -> _Leaf:
     if not isinstance(spec, ArraySpec) or spec.dtype not in DTYPES:
         allowed = ", ".join(sorted(map(str, DTYPES)))
         raise ValueError(f"{path or 'spec'} is {spec}; an ArraySpec of one of {allowed} is expected")
-    return _Leaf(path, spec.shape, spec.dtype, spec.dtype.newbyteorder("<"), spec.nbytes)
+    dtype = np.dtype(ml_dtypes.bfloat16) if narrow and spec.dtype == np.float32 else spec.dtype
+    return _Leaf(path, spec.shape, spec.dtype, dtype.newbyteorder("<"), ArraySpec(spec.shape, dtype).nbytes)
 
 
 def _to_frame(leaf: _Leaf, value: Any) -> memoryview:

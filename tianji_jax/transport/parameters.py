@@ -25,6 +25,9 @@ from tianji_jax.worker import POLL_SECONDS
 REPEAT_SECONDS = 1.0
 """How long a client waits before it repeats its request, which may have gone to a learner that is no more."""
 
+RELAY_SECONDS = 5.0
+"""How long a relay waits for the next version before it looks whether the learner has begun anew."""
+
 UNDER_WAY = 2
 """Answers queued for a client. It asks for one at a time; one that asks and does not read holds no more versions."""
 
@@ -100,6 +103,11 @@ class ParameterServer:
             for old in sorted(self._versions)[: -self._keep]:
                 del self._versions[old]
         self._router.wake()
+
+    def forget(self) -> None:
+        """Offer nothing until the next `publish`, which may be of a lower version."""
+        with self._lock:
+            self._versions.clear()
 
     def serve(self, stop: threading.Event) -> None:
         """Answer requests until `stop` is set; run it on one thread."""
@@ -293,3 +301,46 @@ class ParameterClient:
             self._held.clear()
             self._ask(version + 1)
         self._held[version] = params
+
+
+class ParameterRelay:
+    """Fetches parameters once for all actors of a host and hands them on, so that the learner sends them once."""
+
+    def __init__(self, upstream: ParameterClient, server: ParameterServer) -> None:
+        """
+        Args:
+          upstream: of the learner; belongs to the thread of `run`.
+          server: for the actors here; `server.serve` has a thread of its own.
+        """
+        self._upstream = upstream
+        self._server = server
+
+    def run(self, stop: threading.Event) -> None:
+        """Hand on what the learner publishes until `stop` is set.
+
+        Raises:
+          Rejected: the learner's parameters are not as the spec says.
+        """
+        version = -1
+        try:
+            while not stop.is_set():
+                try:
+                    found = self._upstream.newest(version + 1, stop, RELAY_SECONDS)
+                except TimeoutError:
+                    # The learner is busy, away, or another one that begins at an earlier version.
+                    self._upstream.refetch()
+                    found = self._look(stop)
+                if found is None or found[0] == version:
+                    continue
+                if found[0] < version:
+                    self._server.forget()
+                version = found[0]
+                self._server.publish(version, found[1])
+        finally:
+            self._upstream.close()
+
+    def _look(self, stop: threading.Event) -> tuple[int, PyTree] | None:
+        try:
+            return self._upstream.newest(0, stop, RELAY_SECONDS)
+        except TimeoutError:
+            return None
