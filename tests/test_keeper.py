@@ -165,7 +165,8 @@ def test_ctrl_c_on_one_stops_both_after_the_same_update(tmp_path: Path) -> None:
         both[1].process.send_signal(signal.SIGINT)
         assert both[1].process.wait(60) == 130, both[1].text()
         assert both[0].process.wait(60) == 75, both[0].text()
-    assert "another learner was stopped; go on with" in both[0].text()
+    assert f"another learner was stopped; go on with: tianji learner --resume {tmp_path / 'r'}" in both[0].text()
+    assert f"stopped; go on with: tianji learner --resume {tmp_path / 'r'}\n" in both[1].text()
     saved = max(int(path.name) for path in (tmp_path / "r" / "checkpoints").iterdir())
     assert saved == reports(tmp_path)[-1]["learner_steps"]
 

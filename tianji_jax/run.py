@@ -181,7 +181,10 @@ class Run:
         every = 1 if self._schedule is None else self._schedule.begin_every
         if not every or self._pipeline.version < every:
             return "nothing was saved"
-        return f"go on with: tianji train --resume {self.path}"
+        if self._world.alone:
+            return f"go on with: tianji train --resume {self.path}"
+        leader = self.path if self._world.leads else self.path.parent
+        return f"go on with: tianji learner --resume {leader}"
 
     def _snapshot(self) -> Snapshot:
         """The run as it is; on the learner's thread, or when that has ended."""

@@ -15,15 +15,7 @@ import zmq
 from proxy import Proxy
 from streams import eventually
 
-from tianji_jax.transport import (
-    Codec,
-    ParameterClient,
-    ParameterRelay,
-    ParameterServer,
-    Rejected,
-    VersionGone,
-    parameters,
-)
+from tianji_jax.transport import Codec, ParameterClient, ParameterServer, Rejected, VersionGone
 from tianji_jax.types import ArraySpec
 
 SIZE = 40_000  # large enough to be sent without a copy
@@ -211,67 +203,6 @@ def test_a_learner_restarted_with_a_lower_version_is_followed_after_refetch(
         assert_version(client.newest(2, NEVER, 5), 7)
         client.refetch()
         assert_version(client.newest(2, NEVER, 10), 2)
-
-
-@contextmanager
-def relaying(upstream: str, context: zmq.Context) -> Iterator[str]:
-    """The address of a relay of what `upstream` serves."""
-    stop = threading.Event()
-    with serving("inproc://relay", context) as server:
-        relay = ParameterRelay(ParameterClient(upstream, CODEC, context), server)
-        thread = threading.Thread(target=relay.run, args=(stop,))
-        thread.start()
-        try:
-            yield server.endpoint
-        finally:
-            stop.set()
-            thread.join(5)
-            assert not thread.is_alive()
-
-
-def test_a_relay_fetches_once_for_all(context: zmq.Context) -> None:
-    with serving("tcp://127.0.0.1:*", context) as server, relaying(server.endpoint, context) as near:
-        clients = [ParameterClient(near, CODEC, context) for _ in range(3)]
-        try:
-            for version in range(1, 20):
-                server.publish(version, params(version))
-                for client in clients:
-                    assert_version(client.newest(version, NEVER, 10), version)
-            # One peer has been answered, not three.
-            assert len(server._answered) == 1
-        finally:
-            for client in clients:
-                client.close()
-
-
-def test_a_relay_follows_a_learner_that_begins_anew(
-    host_address: str, context: zmq.Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parameters, "RELAY_SECONDS", 0.3)
-    with serving(host_address, context) as server:
-        endpoint = server.endpoint
-        server.publish(7, params(7))
-        relay = relaying(endpoint, context)
-        near = relay.__enter__()
-        client = ParameterClient(near, CODEC, context)
-        assert_version(client.newest(7, NEVER, 10), 7)
-    try:
-        time.sleep(0.5)  # while there is none
-        with closing(client), serving(endpoint, context) as server:
-            server.publish(2, params(2))
-            deadline = time.monotonic() + 20
-            while True:
-                client.refetch()
-                received = client.newest(0, NEVER, 10)
-                assert received is not None
-                if received[0] == 2:
-                    break
-                assert time.monotonic() < deadline
-            assert_version(received, 2)
-            server.publish(3, params(3))
-            assert_version(client.newest(3, NEVER, 10), 3)
-    finally:
-        relay.__exit__(None, None, None)
 
 
 def test_parameters_travel_rounded_in_half_the_bytes(context: zmq.Context) -> None:
