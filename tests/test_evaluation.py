@@ -103,13 +103,11 @@ def test_the_policy_stays_as_it_is_and_the_same_seed_plays_the_same(tmp_path: Pa
 
 
 def test_the_best_is_played_when_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import tianji_jax.launch as launch
-
     def snapshot(*arguments: Any) -> Snapshot:
         taken = Snapshot(*arguments)
         return taken._replace(episode_return=7.0 if taken.version == 4 else 1.0)
 
-    monkeypatch.setattr(launch, "Snapshot", snapshot)
+    monkeypatch.setattr("tianji_jax.run.Snapshot", snapshot)
     run = tianji_jax.train(counting_config(tmp_path, {"checkpoint": {"every_learner_steps": 4}}), show=False).path
     assert evaluate(run, 1).version > 4
     assert evaluate(run, 1, best=True).version == 4

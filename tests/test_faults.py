@@ -108,14 +108,14 @@ def test_an_update_that_cannot_be_traced_shows_its_traceback_before_anything_sta
 
 @pytest.mark.parametrize("part", ["Receiver.run", "Batcher.run", "Publisher.run", "Learner.run"])
 def test_an_error_in_any_thread_reaches_the_caller(tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import tianji_jax.launch as launch
+    import tianji_jax.run as run
 
     owner, method = part.split(".")
 
     def fail(*_: Any) -> None:
         raise OSError(f"{part} fails")
 
-    monkeypatch.setattr(getattr(launch, owner), method, fail)
+    monkeypatch.setattr(getattr(run, owner), method, fail)
     config = counting_config(tmp_path, ENDLESS)
     began = time.monotonic()
     with pytest.raises(WorkerError, match=f"OSError: {part} fails") as caught:

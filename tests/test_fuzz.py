@@ -17,7 +17,7 @@ import zmq
 from gymnasium.envs.classic_control import CartPoleEnv
 
 import tianji_jax.blueprint
-import tianji_jax.launch
+import tianji_jax.run
 from short_runs import cartpole_config, free_ports, train
 from tianji_jax.blueprint import Addresses, Blueprint, plan
 from tianji_jax.config import Config
@@ -147,7 +147,7 @@ class Witness:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ledgers: list[Ledger] = []
         self.servers: list[ParameterServer] = []
-        self._record(monkeypatch, tianji_jax.launch, Ledger, self.ledgers)
+        self._record(monkeypatch, tianji_jax.run, Ledger, self.ledgers)
         self._record(monkeypatch, tianji_jax.blueprint, ParameterServer, self.servers)
 
     @staticmethod

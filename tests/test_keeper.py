@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,8 @@ from short_runs import counting_config, free_ports
 from tianji_jax.config import to_yaml
 from tianji_jax.transport import make_keys
 
-SILENCE_SECONDS = 6
+CACHE = Path(tempfile.gettempdir()) / f"tianji-tests-{os.getuid()}"
+SILENCE_SECONDS = 5
 ENDLESS = 10**9
 
 
@@ -70,7 +72,7 @@ def write(folder: Path, environment_steps: int) -> None:
     config = counting_config(
         folder,
         {
-            "run": {"environment_steps": environment_steps, "name": "r"},
+            "run": {"environment_steps": environment_steps, "name": "r", "compilation_cache": str(CACHE)},
             "environment": {"options": {"episode_length": 5, "step_seconds": 1e-3}},
             "learner": {"silence_seconds": SILENCE_SECONDS, "gather_seconds": 30, "platform": "cpu"},
             "checkpoint": {"every_learner_steps": 20},
@@ -115,6 +117,8 @@ def test_a_killed_learner_is_named_and_all_end_and_go_on(tmp_path: Path, rank: i
                 learner.text()
             )
         assert time.monotonic() - began < SILENCE_SECONDS + 10
+    if rank == 0:
+        return  # going on is the same
     before = reports(tmp_path)[-1]["learner_steps"]
     write(tmp_path, ENDLESS)
     port = free_ports()
@@ -149,6 +153,7 @@ def test_a_host_that_is_gone_is_named(tmp_path: Path) -> None:
         assert re.match(r"tianji: learner 1 \(.*\) has not been heard of for \d+ s", said), both[0].text()
 
 
+@pytest.mark.slow
 def test_a_keeper_that_is_killed_takes_its_training_with_it(tmp_path: Path) -> None:
     with learners(tmp_path) as both:
         until_trained(tmp_path)

@@ -22,6 +22,9 @@ from short_runs import cartpole_config, free_ports
 from tianji_jax.config import Config, to_yaml
 
 DEVICES = 4
+CACHE = Path(tempfile.gettempdir()) / f"tianji-tests-{os.getuid()}"
+"""Of compiled programs: these tests start some twenty processes with much the same."""
+
 EVERY = 5
 """Learner steps between two checkpoints."""
 
@@ -47,7 +50,7 @@ def config_of(learners: int, folder: Path, **settings: Any) -> Config:
     """A lock-step run whose four actors and four devices are those of so many learners."""
     share = DEVICES // learners
     sections: dict[str, dict[str, Any]] = {
-        "run": {"deterministic": True, "environment_steps": 2000, "name": "r"},
+        "run": {"deterministic": True, "environment_steps": 2000, "name": "r", "compilation_cache": str(CACHE)},
         "actors": {"count": share, "environments": 4, "unroll_length": 8},
         "learner": {"trajectories_per_update": share, "devices": share},
         "agent": {"optimizer": "sgd", "learning_rate": 0.1, "epochs": 2, "minibatches": 2},
@@ -113,7 +116,15 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("size", "mode"), [(2, "pmap"), (2, "shard_map"), (4, "pmap"), (4, "shard_map")])
+@pytest.mark.parametrize(
+    ("size", "mode"),
+    [
+        (2, "pmap"),
+        (2, "shard_map"),
+        pytest.param(4, "pmap", marks=pytest.mark.slow),
+        pytest.param(4, "shard_map", marks=pytest.mark.slow),
+    ],
+)
 def test_several_learners_learn_what_one_with_the_same_batch_learns(
     tmp_path: Path, alone: Path, size: int, mode: str
 ) -> None:
@@ -139,6 +150,7 @@ def test_a_run_of_several_learners_goes_on_as_if_it_had_not_been_stopped(tmp_pat
     assert distance(whole, parts, 2 * EVERY) == 0
 
 
+@pytest.mark.slow
 def test_what_one_process_saved_two_go_on_with(tmp_path: Path, alone: Path) -> None:
     train([config_of(1, tmp_path, run={"environment_steps": 1000})])
     train([config_of(2, tmp_path)] * 2, resume=tmp_path / "r")
