@@ -113,7 +113,7 @@ class Run:
             self._servers, self._local = self._listen()
             self.path = self._make_folder()
             folder.enter_context(held(self.path))
-            rewind_metrics(self.path, self._pipeline.version)
+            rewind_metrics(self.path, self._pipeline.version, self._meter.environment_steps)
             (self.path / CONFIG).write_text(to_yaml(config))
             if self._world.leads:
                 folder.callback(self._draw)  # when the sinks have written the last report

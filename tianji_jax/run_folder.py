@@ -84,8 +84,14 @@ def _lock(file: IO[str], kind: int) -> bool:
     return True
 
 
-def rewind_metrics(folder: Path, learner_steps: int) -> None:
-    """Forget the reports of updates after `learner_steps`, which a killed process made and did not save."""
+def rewind_metrics(folder: Path, learner_steps: int, environment_steps: int) -> None:
+    """Forget the reports of what a killed process did after its last checkpoint.
+
+    Args:
+      folder: of the run.
+      learner_steps: at the checkpoint.
+      environment_steps: likewise; a report counts those of a batch before the update on it has finished.
+    """
     path = folder / METRICS
     if not path.exists():
         return
@@ -93,7 +99,8 @@ def rewind_metrics(folder: Path, learner_steps: int) -> None:
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
         # The last line may be cut off.
         with contextlib.suppress(ValueError):
-            if json.loads(line)["learner_steps"] <= learner_steps:
+            report = json.loads(line)
+            if report["learner_steps"] <= learner_steps and report["environment_steps"] <= environment_steps:
                 kept.append(line)
     rewritten = path.with_suffix(".rewritten")
     rewritten.write_text("".join(kept), encoding="utf-8")
