@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from tianji_jax.config import CheckpointConfig, ConfigError
 from tianji_jax.types import PyTree
@@ -42,12 +43,14 @@ class Snapshot(NamedTuple):
       state: the learner's, on the devices, in buffers that no update overwrites.
       progress: JSON values by name.
       episode_return: mean of a full window of episodes; None before.
+      contents: of the replay, a list of NumPy arrays; None where they are not saved.
     """
 
     version: int
     state: PyTree
     progress: dict[str, Any]
     episode_return: float | None
+    contents: list[np.ndarray] | None = None
 
 
 class Checkpoints:
@@ -142,12 +145,14 @@ class Checkpoints:
         try:
             metrics = None if snapshot.episode_return is None else {RETURN: snapshot.episode_return}
             progress = {**snapshot.progress, RETURN: snapshot.episode_return, "arrays": _describe(snapshot.state)}
-            items = ocp.args.Composite(
-                # On the host: Orbax refuses arrays on the devices of one process where there are several.
-                state=ocp.args.StandardSave(jax.device_get(without_keys(snapshot.state))),
-                progress=ocp.args.JsonSave(progress),
-            )
-            self._manager().save(snapshot.version, args=items, metrics=metrics, force=True)
+            # On the host: Orbax refuses arrays on the devices of one process where there are several.
+            items = {
+                "state": ocp.args.StandardSave(jax.device_get(without_keys(snapshot.state))),
+                "progress": ocp.args.JsonSave(progress),
+            }
+            if snapshot.contents is not None:
+                items["contents"] = ocp.args.StandardSave(snapshot.contents)
+            self._manager().save(snapshot.version, args=ocp.args.Composite(**items), metrics=metrics, force=True)
         # Orbax and TensorStore raise what they like; whatever it is, the training must not end for it.
         except Exception as error:
             self.failed += 1
@@ -245,6 +250,29 @@ def restore(run_folder: Path, like: PyTree, *, best: bool = False, multiple_of: 
     which = "with a mean return of 100 episodes " if best else ""
     multiple = f"of a version that {multiple_of} divides " if multiple_of > 1 else ""
     raise ConfigError(f"{run_folder} holds no checkpoint {which}{multiple}".rstrip())
+
+
+def restore_contents(run_folder: Path, version: int, like: list[Any]) -> list[Any] | None:
+    """What was saved of the replay with one checkpoint of a run; None, and said so, where nothing was or it differs.
+
+    Args:
+      run_folder: the run's.
+      version: of the checkpoint.
+      like: shapes, dtypes and shardings of arrays for devices; NumPy arrays for such.
+    """
+    import orbax.checkpoint as ocp
+
+    folder = run_folder.resolve() / FOLDER
+    options = ocp.CheckpointManagerOptions(create=False, multiprocessing_options=_this_process())
+    try:
+        with ocp.CheckpointManager(folder, options=options) as manager:
+            args = ocp.args.Composite(contents=ocp.args.StandardRestore(like))
+            return list(manager.restore(version, args=args).contents)
+    except Exception as error:
+        logger.warning(
+            "the replay begins empty: checkpoint %d in %s has none, or one of another size: %s", version, folder, error
+        )
+        return None
 
 
 def _this_process() -> Any:

@@ -1,11 +1,16 @@
 """How a run learns: from each trajectory once, or from replay."""
 
 import sys
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Protocol
+
+import jax
+import numpy as np
 
 from tianji_jax.agent import ReplayAgent
 from tianji_jax.ballot import VOTES_SPEC, Ballot, with_votes
 from tianji_jax.blueprint import Blueprint
+from tianji_jax.checkpoint import restore_contents
 from tianji_jax.config import Config, ConfigError
 from tianji_jax.device_queue import DeviceQueue, Shard
 from tianji_jax.learner import Learner, LearnerState, Publisher, update_step
@@ -13,7 +18,7 @@ from tianji_jax.metrics import Report
 from tianji_jax.parallel import Parallel
 from tianji_jax.rate_limiter import RateLimiter
 from tianji_jax.receiver import Pipeline
-from tianji_jax.replay import Replay
+from tianji_jax.replay import Replay, ReplayState
 from tianji_jax.replay_config import ReplayConfig
 from tianji_jax.replay_learner import INSERT, UPDATE, ReplayLearner, ReplayPrograms, insert_step, replay_update_step
 from tianji_jax.staleness import StalenessFilter
@@ -41,6 +46,12 @@ class Learning(Protocol):
 
     def headings(self) -> list[str]:
         """What it adds to the heading of a run."""
+
+    def resume(self, folder: Path, version: int) -> None:
+        """Go on from the checkpoint of `version` in the run's folder, as far as it is not in the learner's state."""
+
+    def contents(self) -> list[np.ndarray] | None:
+        """What a checkpoint has to hold for that; on the learner's thread, or when that has ended."""
 
 
 def make_learning(blueprint: Blueprint, parallel: Parallel, state: PyTree, shard: Shard) -> Learning:
@@ -98,6 +109,12 @@ class OnPolicy:
     def headings(self) -> list[str]:
         return []
 
+    def resume(self, folder: Path, version: int) -> None:
+        pass
+
+    def contents(self) -> None:
+        return None
+
 
 class OffPolicy:
     """Batches go into replay, updates learn from samples of it."""
@@ -109,6 +126,9 @@ class OffPolicy:
         self._replay = Replay(config.replay, agent.replay, shard, parallel.num_devices)
         self._replay.check_memory(parallel.local[0])
         self._limiter = RateLimiter.of(config.replay, config.steps_per_update)
+        self._config = config.replay
+        self._from: tuple[Path, int] | None = None
+        self._learner: ReplayLearner
         self._parallel = parallel
         held = self._replay.state_spec
         self._insert = parallel.lower(insert_step(self._replay), held, shard, places=INSERT)
@@ -126,9 +146,12 @@ class OffPolicy:
         publisher: Publisher,
         ballot: Ballot | None,
     ) -> ReplayLearner:
-        held = self._parallel.init_own(self._replay.init)
+        held = self._restored() if self._from is not None else None
+        if held is None:
+            held = self._parallel.init_own(self._replay.init)
         programs = ReplayPrograms(self._replay, self._limiter, self._insert.compile(), self._update.compile())
-        return ReplayLearner(state, held, programs, devices, pipeline, publisher)
+        self._learner = ReplayLearner(state, held, programs, devices, pipeline, publisher)
+        return self._learner
 
     def report(self) -> Report:
         limiter, capacity = self._limiter, self._replay.capacity
@@ -142,6 +165,26 @@ class OffPolicy:
     def headings(self) -> list[str]:
         return [f"replay of {self._replay.capacity:,} steps in {self._replay.nbytes / 2**20:,.1f} MiB a device"]
 
+    def resume(self, folder: Path, version: int) -> None:
+        if self._config.save:
+            self._from = folder, version
+
+    def contents(self) -> list[np.ndarray] | None:
+        if not self._config.save:
+            return None
+        # To the host at once: a second copy on the devices might not fit, and the next insert overwrites this one.
+        return [*(np.array(x) for x in jax.tree.leaves(self._learner.held)), self._limiter.counts]
+
+    def _restored(self) -> ReplayState | None:
+        assert self._from is not None
+        spec = self._parallel.own_spec(self._replay.state_spec)
+        leaves, treedef = jax.tree.flatten(spec)
+        found = restore_contents(*self._from, [*leaves, self._limiter.counts])
+        if found is None:
+            return None
+        self._limiter.counts = found[-1]
+        return jax.tree.unflatten(treedef, found[:-1])
+
 
 def _check(config: Config, alone: bool) -> None:
     """
@@ -149,7 +192,7 @@ def _check(config: Config, alone: bool) -> None:
       ConfigError: settings do not go with replay.
     """
     name = config.agent["name"]
-    problem: Any = config.replay.problem(config.steps_per_update)
+    problem = config.replay.problem(config.steps_per_update)
     if config.run.deterministic:
         problem = f"run.deterministic: lock-step is for agents that learn as trajectories come; {name} has a replay"
     elif config.balance.max_reuse:

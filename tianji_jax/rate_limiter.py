@@ -10,6 +10,8 @@ sampling is allowed from `min_size` inserted steps on, as long as the difference
 `samples_per_insert * min_size + tolerance`; up to `min_size` inserting is free.
 """
 
+import numpy as np
+
 from tianji_jax.replay_config import ReplayConfig
 
 
@@ -48,6 +50,15 @@ class RateLimiter:
         """Samples so far for each inserted step after the first `min_size`; 0 before there are any."""
         counted = self.inserted - self._min_size
         return self.sampled / counted if counted > 0 else 0.0
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Steps inserted and sampled so far, int64 `[2]`; set them to go on from there."""
+        return np.array([self.inserted, self.sampled], np.int64)
+
+    @counts.setter
+    def counts(self, counts: np.ndarray) -> None:
+        self.inserted, self.sampled = map(int, counts)
 
     def can_insert(self, steps: int) -> bool:
         """Whether so many more steps may be inserted now."""
