@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 FOLDER = "checkpoints"
 """Where they lie in the run's folder."""
 
+CONTENTS = "contents"
+"""The item of a checkpoint with what the replay held."""
+
 RETURN = "episode_return"
 """What the best checkpoint is best in."""
 
@@ -145,13 +148,15 @@ class Checkpoints:
         try:
             metrics = None if snapshot.episode_return is None else {RETURN: snapshot.episode_return}
             progress = {**snapshot.progress, RETURN: snapshot.episode_return, "arrays": _describe(snapshot.state)}
+            if snapshot.contents is not None:
+                progress[CONTENTS] = _describe(snapshot.contents)
             # On the host: Orbax refuses arrays on the devices of one process where there are several.
             items = {
                 "state": ocp.args.StandardSave(jax.device_get(without_keys(snapshot.state))),
                 "progress": ocp.args.JsonSave(progress),
             }
             if snapshot.contents is not None:
-                items["contents"] = ocp.args.StandardSave(snapshot.contents)
+                items[CONTENTS] = ocp.args.StandardSave(snapshot.contents)
             self._manager().save(snapshot.version, args=ocp.args.Composite(**items), metrics=metrics, force=True)
         # Orbax and TensorStore raise what they like; whatever it is, the training must not end for it.
         except Exception as error:
@@ -252,27 +257,25 @@ def restore(run_folder: Path, like: PyTree, *, best: bool = False, multiple_of: 
     raise ConfigError(f"{run_folder} holds no checkpoint {which}{multiple}".rstrip())
 
 
-def restore_contents(run_folder: Path, version: int, like: list[Any]) -> list[Any] | None:
-    """What was saved of the replay with one checkpoint of a run; None, and said so, where nothing was or it differs.
+def restore_contents(run_folder: Path, saved: Saved, like: list[Any]) -> list[Any] | None:
+    """What was saved of the replay with a checkpoint; None, and said so, where nothing was or its size differs.
 
     Args:
-      run_folder: the run's.
-      version: of the checkpoint.
+      run_folder: of the run.
+      saved: the checkpoint; its state is not needed.
       like: shapes, dtypes and shardings of arrays for devices; NumPy arrays for such.
     """
     import orbax.checkpoint as ocp
 
-    folder = run_folder.resolve() / FOLDER
-    options = ocp.CheckpointManagerOptions(create=False, multiprocessing_options=_this_process())
-    try:
-        with ocp.CheckpointManager(folder, options=options) as manager:
-            args = ocp.args.Composite(contents=ocp.args.StandardRestore(like))
-            return list(manager.restore(version, args=args).contents)
-    except Exception as error:
-        logger.warning(
-            "the replay begins empty: checkpoint %d in %s has none, or one of another size: %s", version, folder, error
-        )
+    theirs = saved.progress.get(CONTENTS)
+    if theirs != _describe(like):
+        why = "there was none saved" if theirs is None else "the one saved has another size or other devices"
+        logger.warning("the replay begins empty: %s with checkpoint %d of %s", why, saved.version, run_folder)
         return None
+    options = ocp.CheckpointManagerOptions(create=False, multiprocessing_options=_this_process())
+    with ocp.CheckpointManager(run_folder.resolve() / FOLDER, options=options) as manager:
+        args = ocp.args.Composite(**{CONTENTS: ocp.args.StandardRestore(like)})
+        return list(manager.restore(saved.version, args=args)[CONTENTS])
 
 
 def _this_process() -> Any:

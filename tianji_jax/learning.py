@@ -10,7 +10,7 @@ import numpy as np
 from tianji_jax.agent import ReplayAgent
 from tianji_jax.ballot import VOTES_SPEC, Ballot, with_votes
 from tianji_jax.blueprint import Blueprint
-from tianji_jax.checkpoint import restore_contents
+from tianji_jax.checkpoint import Saved, restore_contents
 from tianji_jax.config import Config, ConfigError
 from tianji_jax.device_queue import DeviceQueue, Shard
 from tianji_jax.learner import Learner, LearnerState, Publisher, update_step
@@ -47,8 +47,8 @@ class Learning(Protocol):
     def headings(self) -> list[str]:
         """What it adds to the heading of a run."""
 
-    def resume(self, folder: Path, version: int) -> None:
-        """Go on from the checkpoint of `version` in the run's folder, as far as it is not in the learner's state."""
+    def resume(self, folder: Path, saved: Saved) -> None:
+        """Go on from a checkpoint in the run's folder, as far as that is not in the learner's state."""
 
     def contents(self) -> list[np.ndarray] | None:
         """What a checkpoint has to hold for that; on the learner's thread, or when that has ended."""
@@ -109,7 +109,7 @@ class OnPolicy:
     def headings(self) -> list[str]:
         return []
 
-    def resume(self, folder: Path, version: int) -> None:
+    def resume(self, folder: Path, saved: Saved) -> None:
         pass
 
     def contents(self) -> None:
@@ -127,7 +127,7 @@ class OffPolicy:
         self._replay.check_memory(parallel.local[0])
         self._limiter = RateLimiter.of(config.replay, config.steps_per_update)
         self._config = config.replay
-        self._from: tuple[Path, int] | None = None
+        self._from: tuple[Path, Saved] | None = None
         self._learner: ReplayLearner
         self._parallel = parallel
         held = self._replay.state_spec
@@ -165,9 +165,9 @@ class OffPolicy:
     def headings(self) -> list[str]:
         return [f"replay of {self._replay.capacity:,} steps in {self._replay.nbytes / 2**20:,.1f} MiB a device"]
 
-    def resume(self, folder: Path, version: int) -> None:
+    def resume(self, folder: Path, saved: Saved) -> None:
         if self._config.save:
-            self._from = folder, version
+            self._from = folder, saved._replace(state=None)
 
     def contents(self) -> list[np.ndarray] | None:
         if not self._config.save:

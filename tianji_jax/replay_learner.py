@@ -15,7 +15,7 @@ from tianji_jax.parallel import Places
 from tianji_jax.rate_limiter import RateLimiter
 from tianji_jax.receiver import Pipeline
 from tianji_jax.replay import Replay, ReplayState
-from tianji_jax.types import DATA_AXIS, PyTree
+from tianji_jax.types import DATA_AXIS, PyTree, Sample
 from tianji_jax.worker import POLL_SECONDS
 
 INSERT = Places(arguments=(True, True), results=(True,))
@@ -79,10 +79,17 @@ def _gradient_step(
         **metrics,
         "priority": jnp.mean(jnp.abs(priority)),
         "importance_weight": jnp.mean(sample.weight),
-        "sample_age": jnp.mean(sample.age.astype(jnp.float32)),
+        "sample_age": _mean_age(sample),
     }
     metrics = {name: jax.lax.pmean(jnp.asarray(x, jnp.float32), DATA_AXIS) for name, x in metrics.items()}
     return (train_state, held, jnp.where(good, 0, bad + 1)), metrics
+
+
+def _mean_age(sample: Sample) -> jax.Array:
+    """Of what was drawn on all devices; not a number where nothing could be."""
+    drawn = sample.weight > 0
+    ages, count = jax.lax.psum((jnp.sum(jnp.where(drawn, sample.age, 0)), jnp.sum(drawn)), DATA_AXIS)
+    return ages / count
 
 
 class ReplayPrograms(NamedTuple):
