@@ -75,6 +75,8 @@ class Run:
         self._saved = None if resume is None else restore_everywhere(resume, config, state_spec, parallel, world)
         progress = {} if self._saved is None else self._saved.progress
         version = 0 if self._saved is None else self._saved.version
+        if resume is not None and self._saved is not None:
+            self._learning.resume(resume, self._saved)
         self._copy = parallel.copier(state_spec)
         self._meter = Meter(blueprint.env_spec.frame_skip, progress.get("meter"))
         self._pipeline = Pipeline(
@@ -193,7 +195,8 @@ class Run:
             "trajectories_lost": self._attendance.trajectories_lost,
             "config": self._config.model_dump(mode="json"),
         }
-        return Snapshot(version, self._copy(self.learner.state), progress, self._meter.window_return)
+        state, contents = self._copy(self.learner.state), self._learning.contents()
+        return Snapshot(version, state, progress, self._meter.window_return, contents)
 
     def _draw(self) -> None:
         try:
