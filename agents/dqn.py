@@ -95,6 +95,8 @@ class DQN:
                 f"agent.network.recurrence is {config.network.recurrence!r}, but DQN learns from single transitions, "
                 "which have no memory: set it to none"
             )
+        if config.network.shared_torso is not None:
+            raise ValueError("agent.network.shared_torso is for policy and value; DQN has values only: leave it out")
         self.config = config
         self.env_spec = env_spec
         self.replay = ReplaySpec(config.n_step, config.discount, config.reward_clip)

@@ -207,3 +207,5 @@ def test_what_it_is_and_what_it_refuses() -> None:
             make(spec)
     with pytest.raises(ValueError, match=r"agent\.network\.recurrence is 'gru'"):
         make(network=NetworkConfig(recurrence="gru"))
+    with pytest.raises(ValueError, match=r"agent\.network\.shared_torso"):
+        make(network=NetworkConfig(shared_torso=True))
