@@ -147,7 +147,8 @@ class DQN:
 
     def epsilons(self, epsilon: jax.Array, count: int) -> jax.Array:
         """The chance of a random action in each of `count` environments, float32 `[count]`."""
-        return epsilon ** (1.0 + self.config.epsilon_spread * jnp.arange(count) / max(count - 1, 1))
+        # An exported policy has no number for `count`, which Python's max would need.
+        return epsilon ** (1.0 + self.config.epsilon_spread * jnp.arange(count) / jnp.maximum(count - 1, 1))
 
     def values(self, network: networks.QNetwork, variables: PyTree, observation: PyTree) -> jax.Array:
         """Values of all actions, float32 `[B, actions]`; those of forbidden ones are very low.

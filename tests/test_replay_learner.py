@@ -16,6 +16,8 @@ from short_runs import counting_config, train, values
 from test_train import assert_account_balances
 from tianji_jax.agent import AgentConfig, Metrics, ReplaySpec
 from tianji_jax.config import Config, ConfigError
+from tianji_jax.evaluation import evaluate
+from tianji_jax.export import export
 from tianji_jax.rate_limiter import RateLimiter
 from tianji_jax.testing import TrivialAgent, TrivialState
 from tianji_jax.types import Sample
@@ -216,3 +218,19 @@ def test_what_does_not_go_together_is_refused(
     with pytest.raises(ConfigError, match=message):
         tianji_jax.train(config(tmp_path, **overrides), show=False)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("spread", [0.0, 7.0])
+def test_a_dqn_is_evaluated_and_exported(tmp_path: Path, spread: float) -> None:
+    agent = {"name": "dqn", "dueling": True, "epsilon_spread": spread, "network": {"hidden_sizes": [8]}}
+    configured = config(
+        tmp_path,
+        environment={"name": "envpool:CartPole-v1", "options": {}},
+        agent=agent,
+        replay={"prioritised": True},
+        run={"environment_steps": 1000},
+    )
+    path = train(configured)[0].path
+    for greedy in (False, True):
+        assert len(evaluate(path, 5, greedy=greedy).returns) == 5
+        assert (export(path, greedy=greedy) / "policy.jax").is_file()
