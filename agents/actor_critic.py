@@ -1,7 +1,5 @@
 """What IMPALA and PPO share: settings, training state, acting, and the unroll the loss looks at."""
 
-import difflib
-import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -11,16 +9,16 @@ import optax
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from tianji_jax import normalisation
-from tianji_jax.agent import AgentConfig
 from tianji_jax.distributions import distribution, mask_logits
 from tianji_jax.normalisation import RewardScale, RunningStatistics
 from tianji_jax.returns import Steps, gae
-from tianji_jax.types import ArraySpec, Batch, ContinuousActions, EnvSpec, PyTree
+from tianji_jax.types import Batch, ContinuousActions, EnvSpec, PyTree
 
 from . import networks
+from .optimizers import OptimizerConfig, make_optimizer
 
 
-class ActorCriticConfig(AgentConfig):
+class ActorCriticConfig(OptimizerConfig):
     """Settings of all actor-critic agents.
 
     Attributes:
@@ -29,9 +27,6 @@ class ActorCriticConfig(AgentConfig):
       schedule_learner_steps: learner updates (not gradient steps, not environment steps) until the learning rate is
         zero. The agent does not know how long the run is: give it total steps / (unroll_length x environments of one
         batch).
-      optimizer: any optimiser of optax by its name there.
-      optimizer_options: its further arguments, for example `{eps: 1.0e-5}`.
-      max_gradient_norm: gradients are scaled down to this global norm; None for no limit.
       discount: gamma per environment step.
       trace_lambda: lambda of GAE and V-trace.
       entropy_coefficient: weight of the entropy bonus in the loss.
@@ -43,12 +38,8 @@ class ActorCriticConfig(AgentConfig):
       network: see `NetworkConfig`.
     """
 
-    learning_rate: PositiveFloat = 3e-4
     learning_rate_schedule: Literal["constant", "linear", "cosine"] = "constant"
     schedule_learner_steps: PositiveInt | None = None
-    optimizer: str = "adam"
-    optimizer_options: dict[str, Any] = Field(default_factory=dict)
-    max_gradient_norm: PositiveFloat | None = 0.5
     discount: float = Field(0.99, ge=0, le=1)
     trace_lambda: float = Field(0.95, ge=0, le=1)
     entropy_coefficient: NonNegativeFloat = 0.01
@@ -119,10 +110,7 @@ class ActorCritic:
         self.env_spec = env_spec
         self.distribution = distribution(env_spec.action, config.squash)
         self.keeps_raw_action = isinstance(env_spec.action, ContinuousActions)
-        specs = _named(env_spec.observation)
-        if env_spec.action_mask is not None:
-            _check_action_mask(env_spec, self.distribution.num_parameters)
-        self.observation_specs = {name: s for name, s in sorted(specs.items()) if name != env_spec.action_mask}
+        self.observation_specs = networks.seen_specs(env_spec, self.distribution.num_parameters)
         networks.check_fits(config.network, self.observation_specs)
         torsos = tuple((name, networks.torso_of(config.network, s)) for name, s in self.observation_specs.items())
         self.network = networks.ActorCriticNetwork(
@@ -133,7 +121,7 @@ class ActorCritic:
             num_shared_parameters=self.distribution.num_shared_parameters,
         )
         self.network_in_loop = self.network.clone(in_loop=True)
-        self.optimizer = make_optimizer(config, self.gradient_steps_per_update)
+        self.optimizer = make_optimizer(config, learning_rate(config, self.gradient_steps_per_update))
 
     @property
     def gradient_steps_per_update(self) -> int:
@@ -189,7 +177,7 @@ class ActorCritic:
           state: recurrent state before the first step, `[B, ...]`.
           in_loop: whether the caller is traced inside a loop.
         """
-        named = _named(observation)
+        named = networks.named(observation)
         seen = {name: named[name] for name in self.observation_specs}
         for name, statistics in params.observation_statistics.items():
             seen[name] = normalisation.normalise(statistics, seen[name])
@@ -242,7 +230,7 @@ class ActorCritic:
         self, params: ActorParams, batch: Batch, axis_name: str
     ) -> dict[str, RunningStatistics]:
         """The statistics after this batch: for the next version, since the importance weights need this one's."""
-        observation, valid = _named(batch.trajectory.observation), batch.trajectory.valid
+        observation, valid = networks.named(batch.trajectory.observation), batch.trajectory.valid
         return {
             name: normalisation.update_statistics(statistics, observation[name][:-1], valid, axis_name)
             for name, statistics in params.observation_statistics.items()
@@ -257,58 +245,17 @@ class ActorCritic:
         return optax.apply_updates(network, updates), opt_state, jnp.asarray(optax.tree.norm(gradient))
 
 
-def make_optimizer(config: ActorCriticConfig, gradient_steps_per_update: int) -> optax.GradientTransformation:
-    """The configured optimiser with its schedule and gradient limit.
+def learning_rate(config: ActorCriticConfig, gradient_steps_per_update: int) -> optax.ScalarOrSchedule:
+    """The configured learning rate by optimiser steps.
 
     Args:
       config: of the agent.
       gradient_steps_per_update: optimiser steps in one learner update; the schedule counts updates.
-
-    Raises:
-      ValueError: no optimiser of that name in optax, or it does not take these options.
     """
-    known = _optimizers()
-    if config.optimizer not in known:
-        nearest = difflib.get_close_matches(config.optimizer.lower(), known, n=1, cutoff=0.0)
-        raise ValueError(
-            f"agent.optimizer {config.optimizer!r} is not an optimiser of optax; did you mean {nearest[0]!r}?"
-        )
     rate, steps = config.learning_rate, (config.schedule_learner_steps or 0) * gradient_steps_per_update
-    schedules: dict[str, Callable[[], Any]] = {
+    schedules: dict[str, Callable[[], optax.ScalarOrSchedule]] = {
         "constant": lambda: rate,
         "linear": lambda: optax.linear_schedule(rate, 0.0, steps),
         "cosine": lambda: optax.cosine_decay_schedule(rate, steps),
     }
-    try:
-        optimizer = known[config.optimizer](schedules[config.learning_rate_schedule](), **config.optimizer_options)
-    except TypeError as error:
-        allowed = [n for n in inspect.signature(known[config.optimizer]).parameters if n != "learning_rate"]
-        raise ValueError(
-            f"agent.optimizer_options {config.optimizer_options} do not fit {config.optimizer!r}, which takes"
-            f" {', '.join(allowed)}"
-        ) from error
-    if config.max_gradient_norm is None:
-        return optimizer
-    return optax.chain(optax.clip_by_global_norm(config.max_gradient_norm), optimizer)
-
-
-def _optimizers() -> dict[str, Callable[..., optax.GradientTransformation]]:
-    """All functions of optax that make an optimiser: those whose first argument is the learning rate."""
-    functions = inspect.getmembers(optax, inspect.isfunction)
-    return {n: f for n, f in functions if next(iter(inspect.signature(f).parameters), None) == "learning_rate"}
-
-
-def _named(observation: PyTree) -> dict[str, Any]:
-    return observation if isinstance(observation, dict) else {"observation": observation}
-
-
-def _check_action_mask(env_spec: EnvSpec, num_parameters: int) -> None:
-    specs = _named(env_spec.observation)
-    if isinstance(env_spec.action, ContinuousActions):
-        raise ValueError(f"{env_spec.name}: an action mask is for discrete actions, not for {env_spec.action}")
-    mask: ArraySpec | None = specs.get(env_spec.action_mask or "")
-    if mask is None or mask.shape != (num_parameters,):
-        raise ValueError(
-            f"{env_spec.name}: the action mask {env_spec.action_mask!r} must be an observation of shape"
-            f" ({num_parameters},), one entry per action value; it is {mask or 'not among the observations'}"
-        )
+    return schedules[config.learning_rate_schedule]()

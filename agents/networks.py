@@ -16,7 +16,7 @@ from flax.linen.initializers import orthogonal
 from pydantic import PositiveInt
 
 from tianji_jax.agent import AgentConfig
-from tianji_jax.types import ArraySpec, PyTree
+from tianji_jax.types import ArraySpec, ContinuousActions, EnvSpec, PyTree
 
 Torso = Literal["mlp", "small_cnn", "nature_cnn", "impala_resnet"]
 
@@ -111,6 +111,39 @@ def initial_state(config: NetworkConfig, shared_torso: bool, batch_size: int) ->
     return (core,) if shared_torso else (core, core)
 
 
+def named(observation: PyTree) -> dict[str, Any]:
+    """Observations by name; one that has none is called `observation`."""
+    return observation if isinstance(observation, dict) else {"observation": observation}
+
+
+def seen_specs(env_spec: EnvSpec, num_actions: int) -> dict[str, ArraySpec]:
+    """Specs of what a network sees of an environment, sorted by name: all observations but an action mask.
+
+    Args:
+      env_spec: of the environment.
+      num_actions: values of all actions together, which a mask has to have.
+
+    Raises:
+      ValueError: the action mask is not one for these actions.
+    """
+    specs = named(env_spec.observation)
+    if env_spec.action_mask is not None:
+        _check_action_mask(env_spec, num_actions)
+    return {name: spec for name, spec in sorted(specs.items()) if name != env_spec.action_mask}
+
+
+def _check_action_mask(env_spec: EnvSpec, num_parameters: int) -> None:
+    specs = named(env_spec.observation)
+    if isinstance(env_spec.action, ContinuousActions):
+        raise ValueError(f"{env_spec.name}: an action mask is for discrete actions, not for {env_spec.action}")
+    mask: ArraySpec | None = specs.get(env_spec.action_mask or "")
+    if mask is None or mask.shape != (num_parameters,):
+        raise ValueError(
+            f"{env_spec.name}: the action mask {env_spec.action_mask!r} must be an observation of shape"
+            f" ({num_parameters},), one entry per action value; it is {mask or 'not among the observations'}"
+        )
+
+
 class ActorCriticNetwork(nn.Module):
     """Parameters of the action distribution, value and next recurrent state from observations.
 
@@ -158,6 +191,35 @@ class ActorCriticNetwork(nn.Module):
             shared = jnp.broadcast_to(shared, (*parameters.shape[:-1], self.num_shared_parameters))
             parameters = jnp.concatenate([parameters, shared], axis=-1)
         return parameters, value[..., 0], tuple(next_state) if state else ()
+
+
+class QNetwork(nn.Module):
+    """Values of all actions from observations.
+
+    Attributes:
+      config: of the network.
+      torsos: the torso of each observation, by name.
+      num_actions: how many.
+      dueling: a value, and an advantage for each action whose mean over the actions is zero (Wang et al. 2016,
+        equation 9), in place of the values themselves.
+      in_loop: as in `ActorCriticNetwork`.
+    """
+
+    config: NetworkConfig
+    torsos: tuple[tuple[str, Torso], ...]
+    num_actions: int
+    dueling: bool
+    in_loop: bool = False
+
+    @nn.compact
+    def __call__(self, observation: dict[str, jax.Array], is_first: jax.Array) -> jax.Array:
+        """Values float32 `[B, num_actions]` of observations `[B, ...]`; `is_first` bool `[B]`."""
+        x, _ = Trunk(self.config, self.torsos, self.in_loop, name="trunk")(observation, is_first, ())
+        q = nn.Dense(self.num_actions, kernel_init=orthogonal(1.0), name="action_head")(x)
+        if not self.dueling:
+            return q
+        value = nn.Dense(1, kernel_init=orthogonal(1.0), name="value_head")(x)
+        return value + q - jnp.mean(q, axis=-1, keepdims=True)
 
 
 class Trunk(nn.Module):

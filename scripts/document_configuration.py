@@ -146,7 +146,7 @@ def document() -> str:
     names = ", ".join(f"`{name}`" for name in agents)
     first, *others = agents.values()
     shared = [row for row in first if all(row in rows for rows in others)]
-    parts += [AGENT.format(names=names), f"### {names.replace(', ', ' and ')}\n", table(shared)]
+    parts += [AGENT.format(names=names), f"### {' and '.join(names.rsplit(', ', 1))}\n", table(shared)]
     for name, rows in agents.items():
         parts += [f"### `{name}`\n", table([row for row in rows if row not in shared])]
     return "\n".join(parts)

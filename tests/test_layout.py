@@ -10,8 +10,18 @@ ROOT = Path(__file__).parents[1]
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     # Know nobody of the package.
-    ("types", "explain", "interrupts", "startup", "losses", "returns", "staleness", "worker"),
-    ("config", "roll", "timeline", "usage", "world", "transport.peers", "transport.sockets", "environments.memory"),
+    ("types", "explain", "interrupts", "startup", "losses", "replay_config", "returns", "staleness", "worker"),
+    (
+        "config",
+        "rate_limiter",
+        "roll",
+        "timeline",
+        "usage",
+        "world",
+        "transport.peers",
+        "transport.sockets",
+        "environments.memory",
+    ),
     # The nouns put to use.
     (
         "agent",
@@ -36,13 +46,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("environments", "comparison", "curves", "transport.meeting", "transport.parameters", "transport.trajectories"),
     ("transport",),
     ("balance", "device_queue"),
-    ("lock_step",),
+    ("lock_step", "replay"),
     # Those who act and those who learn.
     ("actor", "receiver"),
     ("blueprint", "learner"),
-    ("ballot",),
+    ("ballot", "replay_learner"),
     # Whole runs.
-    ("actor_process", "agreement", "keeper", "saved_policy"),
+    ("actor_process", "agreement", "keeper", "learning", "saved_policy"),
     ("evaluation", "export", "remote_actor", "run", "watch"),
     ("launch",),
     ("video",),

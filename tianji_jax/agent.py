@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from pydantic import BaseModel, ConfigDict
 
-from tianji_jax.types import Batch, EnvSpec, PyTree
+from tianji_jax.types import Batch, EnvSpec, PyTree, Sample
 
 Metrics: TypeAlias = dict[str, jax.Array]
 """Named float32 scalars of one update; averaged over devices before they are reported."""
@@ -94,6 +94,47 @@ class CanBeGreedy(Protocol):
 
         Returns:
           action `[B, ...]` and the next recurrent state.
+        """
+
+
+class ReplaySpec(NamedTuple):
+    """What an agent wants drawn from replay.
+
+    Attributes:
+      n_step: rewards summed in a return, fewer where the episode or the unroll ends sooner.
+      discount: of each further step.
+      reward_clip: rewards are clipped to plus or minus this; None for no clipping.
+    """
+
+    n_step: int = 1
+    discount: float = 0.99
+    reward_clip: float | None = None
+
+
+@runtime_checkable
+class ReplayAgent(Protocol):
+    """An agent that learns from replay: as `Agent`, with these in place of `update`.
+
+    What its `act` records in the extras is stored with each step, and so is a recurrent state at the start of each
+    unroll: an agent that needs neither has none.
+    """
+
+    replay: ReplaySpec
+
+    def learn(
+        self, train_state: PyTree, sample: Sample, rng: jax.Array, axis_name: str
+    ) -> tuple[PyTree, Metrics, jax.Array]:
+        """One gradient step on one device's part of a sample; the training state must be the same on every device.
+
+        Args:
+          train_state: the same on every device.
+          sample: this device's.
+          rng: a key of this step, different on every device.
+          axis_name: the axis to average over with `jax.lax.pmean`.
+
+        Returns:
+          The next training state, metrics, and priorities float32 `[S]`, such as temporal differences: their absolute
+          values decide how often these steps are drawn, where `replay.prioritised` is set.
         """
 
 

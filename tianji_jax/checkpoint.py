@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from tianji_jax.config import CheckpointConfig, ConfigError
 from tianji_jax.types import PyTree
@@ -25,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "checkpoints"
 """Where they lie in the run's folder."""
+
+CONTENTS = "contents"
+"""The item of a checkpoint with what the replay held."""
 
 RETURN = "episode_return"
 """What the best checkpoint is best in."""
@@ -42,12 +46,14 @@ class Snapshot(NamedTuple):
       state: the learner's, on the devices, in buffers that no update overwrites.
       progress: JSON values by name.
       episode_return: mean of a full window of episodes; None before.
+      contents: of the replay, a list of NumPy arrays; None where they are not saved.
     """
 
     version: int
     state: PyTree
     progress: dict[str, Any]
     episode_return: float | None
+    contents: list[np.ndarray] | None = None
 
 
 class Checkpoints:
@@ -142,12 +148,16 @@ class Checkpoints:
         try:
             metrics = None if snapshot.episode_return is None else {RETURN: snapshot.episode_return}
             progress = {**snapshot.progress, RETURN: snapshot.episode_return, "arrays": _describe(snapshot.state)}
-            items = ocp.args.Composite(
-                # On the host: Orbax refuses arrays on the devices of one process where there are several.
-                state=ocp.args.StandardSave(jax.device_get(without_keys(snapshot.state))),
-                progress=ocp.args.JsonSave(progress),
-            )
-            self._manager().save(snapshot.version, args=items, metrics=metrics, force=True)
+            if snapshot.contents is not None:
+                progress[CONTENTS] = _describe(snapshot.contents)
+            # On the host: Orbax refuses arrays on the devices of one process where there are several.
+            items = {
+                "state": ocp.args.StandardSave(jax.device_get(without_keys(snapshot.state))),
+                "progress": ocp.args.JsonSave(progress),
+            }
+            if snapshot.contents is not None:
+                items[CONTENTS] = ocp.args.StandardSave(snapshot.contents)
+            self._manager().save(snapshot.version, args=ocp.args.Composite(**items), metrics=metrics, force=True)
         # Orbax and TensorStore raise what they like; whatever it is, the training must not end for it.
         except Exception as error:
             self.failed += 1
@@ -245,6 +255,27 @@ def restore(run_folder: Path, like: PyTree, *, best: bool = False, multiple_of: 
     which = "with a mean return of 100 episodes " if best else ""
     multiple = f"of a version that {multiple_of} divides " if multiple_of > 1 else ""
     raise ConfigError(f"{run_folder} holds no checkpoint {which}{multiple}".rstrip())
+
+
+def restore_contents(run_folder: Path, saved: Saved, like: list[Any]) -> list[Any] | None:
+    """What was saved of the replay with a checkpoint; None, and said so, where nothing was or its size differs.
+
+    Args:
+      run_folder: of the run.
+      saved: the checkpoint; its state is not needed.
+      like: shapes, dtypes and shardings of arrays for devices; NumPy arrays for such.
+    """
+    import orbax.checkpoint as ocp
+
+    theirs = saved.progress.get(CONTENTS)
+    if theirs != _describe(like):
+        why = "there was none saved" if theirs is None else "the one saved has another size or other devices"
+        logger.warning("the replay begins empty: %s with checkpoint %d of %s", why, saved.version, run_folder)
+        return None
+    options = ocp.CheckpointManagerOptions(create=False, multiprocessing_options=_this_process())
+    with ocp.CheckpointManager(run_folder.resolve() / FOLDER, options=options) as manager:
+        args = ocp.args.Composite(**{CONTENTS: ocp.args.StandardRestore(like)})
+        return list(manager.restore(saved.version, args=args)[CONTENTS])
 
 
 def _this_process() -> Any:

@@ -14,8 +14,13 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from tianji_jax.explain import explain, fields, nearest
+from tianji_jax.replay_config import ReplayConfig
 
-AGENTS = {"ppo": "tianji_jax.agents.ppo:PPO", "impala": "tianji_jax.agents.impala:IMPALA"}
+AGENTS = {
+    "ppo": "tianji_jax.agents.ppo:PPO",
+    "impala": "tianji_jax.agents.impala:IMPALA",
+    "dqn": "tianji_jax.agents.dqn:DQN",
+}
 """Short names for the agents that ship with the package; any other is `module:Class`."""
 
 
@@ -206,6 +211,7 @@ class Config(Section):
     actors: ActorsConfig = ActorsConfig()
     staleness: StalenessConfig = StalenessConfig()
     balance: BalanceConfig = BalanceConfig()
+    replay: ReplayConfig = ReplayConfig()
     learner: LearnerConfig = LearnerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
@@ -303,7 +309,7 @@ def agent_class(config: Config) -> type[Any]:
     missing = [
         member
         for member in ("Config", "init", "actor_params", "initial_state", "act", "update")
-        if not hasattr(cls, member)
+        if not hasattr(cls, member) and not (member == "update" and hasattr(cls, "learn"))
     ]
     if missing:
         raise ConfigError(f"agent.name: {target} is no agent: it lacks {', '.join(missing)}")

@@ -110,6 +110,8 @@ class _Lines:
             parts.append(_actors(report))
         if "limited_by" in report:
             parts.append(f"limited by {report['limited_by']}")
+        if "replay_fill" in report:
+            parts.append(f"replay {_replay(report)}")
         parts.append(f"left {duration(time_left(self._config, report))}")
         print("  ".join(parts), flush=True)
 
@@ -180,6 +182,7 @@ class _Panel:
             ("lag min/mean/max", lag),
             ("queue", f"{report['device_queue_fill']:.0%} of {self._config.learner.queue_capacity}"),
             ("dropped, rejected", f"{report['trajectories_dropped']:,}, {report['trajectories_rejected']:,}"),
+            *([("replay", _replay(report))] if "replay_fill" in report else []),
             *([("actors", _actors(report))] if report.get("actors_hung") else []),
         )
 
@@ -201,6 +204,10 @@ def _shares(report: Report, who: str) -> str:
     prefix = f"{who}_time/"
     shares = [(value, name.removeprefix(prefix)) for name, value in report.items() if name.startswith(prefix)]
     return ", ".join(f"{name} {value:.0%}" for value, name in sorted(shares, reverse=True)[:4] if value >= 0.005)
+
+
+def _replay(report: Report) -> str:
+    return f"{report['replay_fill']:.0%} full, {report['samples_per_insert']:.1f} samples/insert"
 
 
 def _actors(report: Report) -> str:

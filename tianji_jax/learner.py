@@ -82,7 +82,7 @@ def update_step(agent: Agent, staleness: StalenessConfig) -> Step:
         batch = Batch(shard.trajectory, lag, stale, valid / jnp.maximum(share, jnp.finfo(jnp.float32).tiny))
         train_state, metrics = agent.update(state.train_state, batch, rng, DATA_AXIS)
         metrics = {name: jax.lax.pmean(jnp.asarray(x, jnp.float32), DATA_AXIS) for name, x in metrics.items()}
-        good = _all_finite((train_state, metrics.get("loss", ())))
+        good = all_finite((train_state, metrics.get("loss", ())))
         train_state = jax.tree.map(lambda new, old: jnp.where(good, new, old), train_state, state.train_state)
         bad_updates = jnp.where(good, 0, state.bad_updates + 1)
         params = jax.tree.map(jnp.copy, agent.actor_params(train_state))
@@ -94,7 +94,7 @@ def update_step(agent: Agent, staleness: StalenessConfig) -> Step:
     return step
 
 
-def _all_finite(tree: PyTree) -> jax.Array:
+def all_finite(tree: PyTree) -> jax.Array:
     """Whether every floating-point value is finite, on every device."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     finite = jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))

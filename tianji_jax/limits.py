@@ -54,7 +54,8 @@ def advice(report: Mapping[str, Any], config: Config) -> str | None:
     waiting = share("learner_time/waiting")
     sentences = {
         "update": "the learner never waits for data: more actors will not help; more devices, a smaller network or "
-        "fewer passes over a batch will",
+        + ("a smaller replay.samples_per_insert" if "samples_per_insert" in report else "fewer passes over a batch")
+        + " will",
         "publishing": f"fetching and sending parameters takes {share('learner_time/publishing')} of the learner's "
         "time: larger batches mean fewer versions",
         "checkpoints": f"the learner waits {share('dispatcher_time/checkpoints')} of its time for the disk: save less "

@@ -6,13 +6,13 @@ calls in the same order, with the batch of its own devices.
 A program here is a function of one device's view, `step(state, batch) -> (state, outputs)`: the state is the same on
 every device, the batch is this device's shard, and what it returns must again be the same on every device (average
 over `DATA_AXIS` with `jax.lax.pmean`). Under either mode the arrays outside look alike: states are replicated, batches
-carry a leading device dimension `[D, ...]`.
+carry a leading device dimension `[D, ...]`. Other programs take and give other things than these (`Places`).
 """
 
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,24 @@ from tianji_jax.types import DATA_AXIS, ArraySpec, PyTree
 logger = logging.getLogger(__name__)
 
 Step = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
+
+
+class Places(NamedTuple):
+    """Where the arguments and the results (always a tuple) of a program lie.
+
+    Attributes:
+      arguments: for each whether every device has its own, an array `[D, ...]` outside, or all have the same.
+      results: likewise.
+      donated: arguments whose memory the results take over: the caller must not read what it has passed in there.
+    """
+
+    arguments: tuple[bool, ...]
+    results: tuple[bool, ...]
+    donated: tuple[int, ...] = (0,)
+
+
+STATE_AND_BATCH = Places((False, True), (False, False))
+"""Of a `Step`."""
 
 
 def learner_devices(config: LearnerConfig) -> list[jax.Device]:
@@ -112,45 +130,65 @@ class Parallel:
         treedef = jax.tree.structure(shards[0])
         return jax.tree.unflatten(treedef, [self._global(parts) for parts in zip(*leaves, strict=True)])
 
-    def lower(self, step: Step, state: PyTree, batch_shard: PyTree) -> Any:
-        """Trace `step` for one shape only; `compile()` of what is returned gives a `Step` that can never recompile.
+    def init_own(self, make: Callable[[], PyTree]) -> PyTree:
+        """Compute a state on every device that is to have its own; leaves `[...]` become `[D, ...]`."""
+
+        def each() -> PyTree:
+            return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.num_devices, *x.shape)), make())
+
+        return jax.jit(each, out_shardings=self._sharded)()
+
+    def own_spec(self, tree: PyTree) -> PyTree:
+        """As `spec`, of what every device has its own: `[D, ...]` for `ArraySpec` leaves of one device's `[...]`."""
+        return jax.tree.map(
+            lambda spec: jax.ShapeDtypeStruct((self.num_devices, *spec.shape), spec.dtype, sharding=self._sharded), tree
+        )
+
+    def lower(self, step: Callable[..., Any], *arguments: PyTree, places: Places = STATE_AND_BATCH) -> Any:
+        """Trace `step` for one shape only; `compile()` of what is returned gives a function that can never recompile.
 
         Args:
-          step: see the module. Its state argument is donated: the caller must not read a state it has passed in.
-          state: its `spec`.
-          batch_shard: pytree of `ArraySpec` of one device's shard.
+          step: see the module.
+          arguments: the `spec` of each that all devices have the same, such as a state; pytree of `ArraySpec` of one
+            device's part of each that they have their own, such as a batch.
+          places: which is which.
         """
-        batch = jax.tree.map(
-            lambda spec: jax.ShapeDtypeStruct((self.num_devices, *spec.shape), spec.dtype, sharding=self._sharded),
-            batch_shard,
-        )
+        specs = [self.own_spec(spec) if own else spec for spec, own in zip(arguments, places.arguments, strict=True)]
         if self.mode == "pmap" and len(self.local) < self.num_devices:
             # Over several hosts pmap takes shapes only from arrays.
-            state = jax.jit(lambda: _zeros(state), out_shardings=self._replicated)()
-            batch = jax.jit(lambda: _zeros(batch), out_shardings=self._sharded)()
-        return self._program(step).lower(state, batch)
+            for index, own in enumerate(places.arguments):
+                sharding = self._sharded if own else self._replicated
+                specs[index] = jax.jit(lambda spec=specs[index]: _zeros(spec), out_shardings=sharding)()
+        return self._program(step, places).lower(*specs)
 
-    def _program(self, step: Step) -> Any:
+    def _program(self, step: Callable[..., Any], places: Places) -> Any:
         if self.mode == "pmap":
             return jax.pmap(
                 step,
                 DATA_AXIS,
-                in_axes=(None, 0),
-                out_axes=(None, None),
+                in_axes=tuple(0 if own else None for own in places.arguments),
+                out_axes=tuple(0 if own else None for own in places.results),
                 devices=self.devices,
-                donate_argnums=(0,),
+                donate_argnums=places.donated,
             )
+
+        def part(*arguments: PyTree) -> tuple[PyTree, ...]:
+            given = zip(arguments, places.arguments, strict=True)
+            mine = [jax.tree.map(lambda x: x[0], x) if own else x for x, own in given]
+            results = zip(step(*mine), places.results, strict=True)
+            return tuple(jax.tree.map(lambda x: x[None], x) if own else x for x, own in results)
+
         # Without check_vma=False the gradient of a replicated value arrives already summed over the devices, and
         # pmean of it would be D times too large; with it, shard_map means what pmap means.
         return jax.jit(
             jax.shard_map(
-                lambda state, batch: step(state, jax.tree.map(lambda x: x[0], batch)),
+                part,
                 mesh=self.mesh,
-                in_specs=(PartitionSpec(), PartitionSpec(DATA_AXIS)),
-                out_specs=PartitionSpec(),
+                in_specs=tuple(PartitionSpec(DATA_AXIS) if own else PartitionSpec() for own in places.arguments),
+                out_specs=tuple(PartitionSpec(DATA_AXIS) if own else PartitionSpec() for own in places.results),
                 check_vma=False,
             ),
-            donate_argnums=(0,),
+            donate_argnums=places.donated,
         )
 
     def _global(self, parts: Sequence[np.ndarray]) -> jax.Array:

@@ -15,7 +15,7 @@ from tianji_jax.actor_process import ActorProcesses
 from tianji_jax.agreement import restore_everywhere
 from tianji_jax.attendance import Attendance
 from tianji_jax.balance import Balance
-from tianji_jax.ballot import VOTES_SPEC, Ballot, Outcome, with_votes
+from tianji_jax.ballot import Ballot, Outcome
 from tianji_jax.blueprint import Addresses, Blueprint, Servers, connect, listen, make_actor, schedule, server_keys
 from tianji_jax.checkpoint import Checkpoints, Snapshot
 from tianji_jax.config import ConfigError, to_yaml
@@ -23,16 +23,18 @@ from tianji_jax.console import display, heading
 from tianji_jax.curves import PICTURE, draw_run
 from tianji_jax.device_queue import BatchAssembler, DeviceQueue
 from tianji_jax.interrupts import Interrupts, Preempted
-from tianji_jax.learner import Learner, Publisher, first_params, init_state, update_step
+from tianji_jax.learner import Learner, Publisher, first_params, init_state
+from tianji_jax.learning import make_learning
 from tianji_jax.limits import what_limits
 from tianji_jax.lock_step import LockStepBalance, Order
 from tianji_jax.metrics import Meter, Report
 from tianji_jax.parallel import Parallel, actor_device
 from tianji_jax.profile import Profile
 from tianji_jax.receiver import Batcher, Pipeline, Receiver
+from tianji_jax.replay_learner import ReplayLearner
 from tianji_jax.run_folder import CONFIG, held, make_run_folder, rewind_metrics
 from tianji_jax.sinks import Sinks, check_installed, open_sinks
-from tianji_jax.staleness import Counts, Ledger, StalenessFilter
+from tianji_jax.staleness import Counts, Ledger
 from tianji_jax.transport import local_address
 from tianji_jax.usage import CpuUsage
 from tianji_jax.worker import Workers
@@ -65,11 +67,7 @@ class Run:
         try:
             assembler = BatchAssembler(blueprint.trajectory, trajectories, len(parallel.local))
             shard_spec = assembler.shard_spec(blueprint.trajectory)
-            step = update_step(blueprint.agent, config.staleness)
-            if world.alone:
-                self._lowered = parallel.lower(step, state_spec, shard_spec)
-            else:
-                self._lowered = parallel.lower(with_votes(step), state_spec, (shard_spec, VOTES_SPEC))
+            self._learning = make_learning(blueprint, parallel, state_spec, shard_spec)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         check_installed(config.metrics)
@@ -77,10 +75,12 @@ class Run:
         self._saved = None if resume is None else restore_everywhere(resume, config, state_spec, parallel, world)
         progress = {} if self._saved is None else self._saved.progress
         version = 0 if self._saved is None else self._saved.version
+        if resume is not None and self._saved is not None:
+            self._learning.resume(resume, self._saved)
         self._copy = parallel.copier(state_spec)
         self._meter = Meter(blueprint.env_spec.frame_skip, progress.get("meter"))
         self._pipeline = Pipeline(
-            StalenessFilter(config.staleness.fresh_lag, max_lag),
+            self._learning.staleness_filter(),
             Balance(max_lag, trajectories) if self._schedule is None else LockStepBalance(self._schedule, version),
             self._meter,
             Ledger(Counts(**progress.get("ledger", {}))),
@@ -99,7 +99,7 @@ class Run:
         self._context: zmq.Context
         self._resources = contextlib.ExitStack()
         self.path = Path()
-        self.learner: Learner
+        self.learner: Learner | ReplayLearner
         self._outcome: Outcome | None = None
         self._leaving_since: float | None = None
         self._learned = False
@@ -198,7 +198,8 @@ class Run:
             "trajectories_lost": self._attendance.trajectories_lost,
             "config": self._config.model_dump(mode="json"),
         }
-        return Snapshot(version, self._copy(self.learner.state), progress, self._meter.window_return)
+        state, contents = self._copy(self.learner.state), self._learning.contents()
+        return Snapshot(version, state, progress, self._meter.window_return, contents)
 
     def _draw(self) -> None:
         try:
@@ -282,10 +283,7 @@ class Run:
         state = self._parallel.init(self._init_state) if self._saved is None else self._saved.state
         self._saved = None
         publisher.publish(self._pipeline.version, first_params(self._blueprint.agent, state))
-        step = self._lowered.compile()
-        if self._ballot is not None:
-            step = self._ballot.bind(step, self._parallel)
-        self.learner = Learner(state, step, self._devices, self._pipeline, self._config.balance, publisher)
+        self.learner = self._learning.learner(state, self._devices, self._pipeline, publisher, self._ballot)
         self.learner.run(stop, self._between_updates)
         self._profile.close()
         self._learned = True
@@ -314,6 +312,7 @@ class Run:
             "device_queue_fill": len(self._devices) / self._devices.capacity,
             "cores_used": used,
             "cores_busy": busy,
+            **self._learning.report(),
         }
         return report | {"limited_by": stage} if (stage := what_limits(report)) else report
 
@@ -324,6 +323,7 @@ class Run:
             f"{_plural(actors.count, f'actor {actors.placement}')} x {actors.environments}",
             _plural(parallel.num_devices, f"{parallel.devices[0].platform} device"),
             f"{self._devices.nbytes / 2**20:.1f} MiB a batch",
+            *self._learning.headings(),
         ]
         if actors.listen is not None:
             parts.insert(2, f"more at {actors.listen}")

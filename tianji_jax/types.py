@@ -1,8 +1,8 @@
 """The nouns of the system: what environments, actors, the wire and the learner say to each other.
 
 Shapes use `T` for the unroll length, `B` for the environments of one trajectory, `N` for the trajectories of one
-update, `D` for the learner's devices and `b = N * B / D` for the environments of one device's shard. Everything is
-time-major.
+update, `D` for the learner's devices, `b = N * B / D` for the environments of one device's shard and `S` for the
+transitions one device draws from replay. Trajectories are time-major.
 """
 
 import math
@@ -174,6 +174,30 @@ class Batch(NamedTuple):
     lag: jax.Array
     stale: jax.Array
     weight: jax.Array
+
+
+class Sample(NamedTuple):
+    """Transitions over up to `n` steps, drawn from replay: what one device learns from in one gradient step.
+
+    Attributes:
+      observation: pytree of `[S, ...]`.
+      action: `[S, ...]`; taken there.
+      reward: float32 `[S]`; the discounted sum of the `k <= n` rewards from there, fewer than `n` where the episode or
+        the unroll ended sooner.
+      discount: float32 `[S]`; what the value of `next_observation` counts: `discount ** k`, 0 after a termination.
+      next_observation: pytree of `[S, ...]`; the observation after `k` steps, an episode's true last one where it was
+        cut off.
+      weight: float32 `[S]`; importance weights, the largest over all devices is 1. 0 where nothing could be drawn.
+      age: int32 `[S]`; learner version minus the version that acted.
+    """
+
+    observation: PyTree
+    action: jax.Array
+    reward: jax.Array
+    discount: jax.Array
+    next_observation: PyTree
+    weight: jax.Array
+    age: jax.Array
 
 
 def trajectory_spec(
