@@ -52,7 +52,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("blueprint", "learner"),
     ("ballot", "replay_learner"),
     # Whole runs.
-    ("actor_process", "agreement", "keeper", "learning", "saved_policy"),
+    ("actor_process", "agreement", "keeper", "off_policy", "saved_policy"),
+    ("learning",),
     ("evaluation", "export", "remote_actor", "run", "watch"),
     ("launch",),
     ("video",),

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 import zmq
@@ -31,13 +32,15 @@ from tianji_jax.metrics import Meter, Report
 from tianji_jax.parallel import Parallel, actor_device
 from tianji_jax.profile import Profile
 from tianji_jax.receiver import Batcher, Pipeline, Receiver
-from tianji_jax.replay_learner import ReplayLearner
 from tianji_jax.run_folder import CONFIG, held, make_run_folder, rewind_metrics
 from tianji_jax.sinks import Sinks, check_installed, open_sinks
 from tianji_jax.staleness import Counts, Ledger
 from tianji_jax.transport import local_address
 from tianji_jax.usage import CpuUsage
 from tianji_jax.worker import Workers
+
+if TYPE_CHECKING:
+    from tianji_jax.replay_learner import ReplayLearner
 
 logger = logging.getLogger(__name__)
 
