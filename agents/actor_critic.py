@@ -9,6 +9,7 @@ import optax
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from tianji_jax import normalisation
+from tianji_jax.agent import Fused
 from tianji_jax.distributions import distribution, mask_logits
 from tianji_jax.normalisation import RewardScale, RunningStatistics
 from tianji_jax.returns import Steps, gae
@@ -144,6 +145,14 @@ class ActorCritic:
 
     def actor_params(self, train_state: ActorCriticState) -> ActorParams:
         return train_state.params
+
+    def to_fuse(self, train_state: ActorCriticState) -> Fused:
+        params = train_state.params
+        return Fused(params.network, (params.observation_statistics, train_state.reward_scale))
+
+    def with_fused(self, train_state: ActorCriticState, fused: Fused) -> ActorCriticState:
+        observation_statistics, reward_scale = fused.statistics
+        return train_state._replace(params=ActorParams(fused.params, observation_statistics), reward_scale=reward_scale)
 
     def initial_state(self, batch_size: int) -> PyTree:
         return networks.initial_state(self.config.network, self.network.shared_torso, batch_size)

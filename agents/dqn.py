@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from tianji_jax.agent import Metrics, ReplaySpec
+from tianji_jax.agent import Fused, Metrics, ReplaySpec
 from tianji_jax.distributions import mask_logits
 from tianji_jax.types import DiscreteActions, EnvSpec, PyTree, Sample
 
@@ -124,6 +124,13 @@ class DQN:
         done = jnp.minimum(train_state.steps / config.epsilon_gradient_steps, 1.0)
         epsilon = config.epsilon_start + (config.epsilon_end - config.epsilon_start) * done
         return ActingParams(train_state.network, jnp.asarray(epsilon, jnp.float32))
+
+    def to_fuse(self, train_state: DQNState) -> Fused:
+        # Each group's target network follows its own.
+        return Fused(train_state.network)
+
+    def with_fused(self, train_state: DQNState, fused: Fused) -> DQNState:
+        return train_state._replace(network=fused.params)
 
     def initial_state(self, batch_size: int) -> PyTree:
         return ()

@@ -10,7 +10,19 @@ ROOT = Path(__file__).parents[1]
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     # Know nobody of the package.
-    ("types", "explain", "interrupts", "startup", "losses", "replay_config", "returns", "staleness", "worker"),
+    (
+        "types",
+        "explain",
+        "interrupts",
+        "startup",
+        "losses",
+        "groups_config",
+        "outer",
+        "replay_config",
+        "returns",
+        "staleness",
+        "worker",
+    ),
     (
         "config",
         "rate_limiter",
@@ -43,20 +55,29 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "transport.router",
         "transport.trajectory_client",
     ),
-    ("environments", "comparison", "curves", "transport.meeting", "transport.parameters", "transport.trajectories"),
+    (
+        "environments",
+        "comparison",
+        "curves",
+        "transport.groups",
+        "transport.meeting",
+        "transport.parameters",
+        "transport.trajectories",
+    ),
     ("transport",),
     ("balance", "device_queue"),
     ("lock_step", "replay"),
     # Those who act and those who learn.
     ("actor", "receiver"),
     ("blueprint", "learner"),
-    ("ballot", "replay_learner"),
+    ("ballot", "group", "replay_learner"),
     # Whole runs.
     ("actor_process", "agreement", "keeper", "off_policy", "saved_policy"),
     ("learning",),
     ("evaluation", "export", "remote_actor", "run", "watch"),
-    ("launch",),
+    ("launch", "root"),
     ("video",),
+    ("commands",),
     ("__init__", "cli"),
     ("learner_process",),
 )

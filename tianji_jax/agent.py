@@ -97,6 +97,29 @@ class CanBeGreedy(Protocol):
         """
 
 
+class Fused(NamedTuple):
+    """The part of a training state that groups which train together have in common.
+
+    Attributes:
+      params: pytree of float arrays; what is learned.
+      statistics: pytree of arrays that are averaged whatever the outer optimiser, such as normalisers.
+    """
+
+    params: PyTree
+    statistics: PyTree = ()
+
+
+@runtime_checkable
+class CanBeFused(Protocol):
+    """What an agent may have besides: a way to train in groups (`tianji root`)."""
+
+    def to_fuse(self, train_state: PyTree) -> Fused:
+        """What this group has learned. What is not in it, such as an optimiser's state, each group keeps to itself."""
+
+    def with_fused(self, train_state: PyTree, fused: Fused) -> PyTree:
+        """The training state with what the groups have learned together, same shapes and dtypes, in its place."""
+
+
 class ReplaySpec(NamedTuple):
     """What an agent wants drawn from replay.
 
@@ -174,6 +197,12 @@ class GradientAgent:
 
     def initial_state(self, batch_size: int) -> PyTree:
         return ()
+
+    def to_fuse(self, train_state: TrainState) -> Fused:
+        return Fused(train_state.params)
+
+    def with_fused(self, train_state: TrainState, fused: Fused) -> TrainState:
+        return train_state._replace(params=fused.params)
 
     def update(
         self, train_state: TrainState, batch: Batch, rng: jax.Array, axis_name: str

@@ -211,6 +211,18 @@ def server_keys(config: Config) -> ServerKeys | None:
     return _load(load_server_keys, config.security.keys)
 
 
+def group_keys(config: Config) -> ServerKeys | None:
+    """One pair for the root and all groups; None where `groups.root` is on loopback and nobody has made keys.
+
+    Raises:
+      ConfigError: keys are needed and missing, or cannot be used.
+    """
+    if config.groups.root is None:
+        return None
+    _check_secured(config, f"groups.root: {config.groups.root}", config.groups.root)
+    return None if config.security.keys is None else _load(load_server_keys, config.security.keys)
+
+
 def listen(blueprint: Blueprint, keys: ServerKeys | None, local: Addresses, context: zmq.Context, keep: int) -> Servers:
     """The learner's servers, at their local addresses and at `actors.listen`.
 

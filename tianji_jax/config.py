@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from tianji_jax.explain import explain, fields, nearest
+from tianji_jax.groups_config import GroupsConfig
 from tianji_jax.replay_config import ReplayConfig
 
 AGENTS = {
@@ -213,6 +214,7 @@ class Config(Section):
     balance: BalanceConfig = BalanceConfig()
     replay: ReplayConfig = ReplayConfig()
     learner: LearnerConfig = LearnerConfig()
+    groups: GroupsConfig = GroupsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
     security: SecurityConfig = SecurityConfig()
@@ -235,6 +237,8 @@ class Config(Section):
                 "balance.max_reuse reuses a batch when data comes late, which run.deterministic cannot repeat: "
                 "set balance.max_reuse=0 or run.deterministic=false"
             )
+        if self.run.deterministic and self.groups.root is not None:
+            raise ValueError("groups.root: what other groups bring comes at any time, which run.deterministic forbids")
         if "name" not in self.agent:
             raise ValueError(f"agent.name is missing: one of {', '.join(AGENTS)}, or module:Class")
         return self

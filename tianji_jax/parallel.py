@@ -105,21 +105,34 @@ class Parallel:
         """The shapes of a state, with where it lies, as `jax.ShapeDtypeStruct`."""
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._replicated), state)
 
-    def copier(self, state: PyTree) -> Callable[[PyTree], PyTree]:
+    def copier(self, state: PyTree, part: Callable[[PyTree], PyTree] = lambda x: x) -> Callable[[PyTree], PyTree]:
         """A compiled function that copies a state into buffers of its own on one device, which no update overwrites.
 
         Args:
           state: its `spec`.
+          part: what of the state to copy, or anything computed from it.
         """
         device = SingleDeviceSharding(self.local[0])
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), state)
-        compiled = jax.jit(lambda state: jax.tree.map(jnp.copy, state)).lower(one).compile()
+        compiled = jax.jit(lambda state: jax.tree.map(jnp.copy, part(state))).lower(one).compile()
 
         def copy(state: PyTree) -> PyTree:
             # Every device holds the same. Other processes need not take part in looking at one's own.
             return compiled(jax.tree.map(lambda x: x.addressable_shards[0].data, state))
 
         return copy
+
+    def changer(
+        self, change: Callable[[PyTree, PyTree], PyTree], state: PyTree, by: PyTree
+    ) -> Callable[[PyTree, PyTree], PyTree]:
+        """`change(state, by)` compiled: the state is replaced in place, on every device the same.
+
+        Args:
+          change: returns the new state.
+          state: its `spec`.
+          by: spec of what it is changed by, which every device has too (`replicate`).
+        """
+        return jax.jit(change, donate_argnums=0, out_shardings=self._replicated).lower(state, self.spec(by)).compile()
 
     def shard(self, shards: Sequence[PyTree]) -> PyTree:
         """Begin the transfer of one host pytree per local device; leaves `[...]` become global arrays `[D, ...]`.

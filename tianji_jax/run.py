@@ -23,6 +23,7 @@ from tianji_jax.config import ConfigError, to_yaml
 from tianji_jax.console import display, heading
 from tianji_jax.curves import PICTURE, draw_run
 from tianji_jax.device_queue import BatchAssembler, DeviceQueue
+from tianji_jax.group import Membership
 from tianji_jax.interrupts import Interrupts, Preempted
 from tianji_jax.learner import Learner, Publisher, first_params, init_state
 from tianji_jax.learning import make_learning
@@ -95,6 +96,9 @@ class Run:
         self._attendance.restarts = progress.get("restarts", 0)
         self._attendance.trajectories_lost = progress.get("trajectories_lost", 0)
         self._stopwatch, self._cpu = self._pipeline.stopwatch("dispatcher"), CpuUsage()
+        self._group: Membership | None = None
+        if config.groups.root is not None:
+            self._group = Membership(blueprint, parallel, state_spec, self._meter, progress.get("group"))
         self.workers = Workers()
         self._ballot = None if world.alone else Ballot(world.size, self._meter, version)
         self.leave = self.workers.stop if self._ballot is None else self._ballot.leave
@@ -201,6 +205,8 @@ class Run:
             "trajectories_lost": self._attendance.trajectories_lost,
             "config": self._config.model_dump(mode="json"),
         }
+        if self._group is not None:
+            progress["group"] = dict(self._group.state)
         state, contents = self._copy(self.learner.state), self._learning.contents()
         return Snapshot(version, state, progress, self._meter.window_return, contents)
 
@@ -212,6 +218,8 @@ class Run:
 
     def solved(self) -> bool:
         """Whether the return asked for has been reached."""
+        if self._group is not None:
+            return self._group.solved
         goal = self._config.run.stop_at_return
         if goal is None or self._ballot is None:
             return goal is not None and self._meter.reached(goal)
@@ -224,6 +232,10 @@ class Run:
         if self._world.leads and self._checkpoints.due(self._pipeline.version):
             with self._stopwatch("checkpoints"):
                 self._checkpoints.put(self._snapshot(), self.workers.stop)
+        if self._group is not None:
+            self.learner.state = self._group.between_updates(self.learner.state, self._pipeline.version)
+            if self._group.over:
+                return True
         if self._ballot is None:
             return self._meter.environment_steps >= self._config.run.environment_steps or self.solved()
         self._outcome = outcome = self._ballot.outcome(self._pipeline.version, self.workers.stop)
@@ -262,6 +274,8 @@ class Run:
         workers.start("batcher", batcher.run)
         workers.start("publisher", publisher.run)
         workers.start("checkpoints", self._checkpoints.run)
+        if self._group is not None and self._group.courier is not None:
+            workers.start("group", functools.partial(self._group.courier.run, self._context))
         self._start_actors(self._local)
         workers.start("learner", functools.partial(self._learn, publisher))
 
@@ -290,6 +304,9 @@ class Run:
         self.learner.run(stop, self._between_updates)
         self._profile.close()
         self._learned = True
+        if self._group is not None and self._group.courier is not None:
+            left = self._outcome is not None and self._outcome.leave
+            self._group.courier.ended = not (stop.is_set() or left)
         stop.set()
 
     def _report(self) -> Report:
@@ -316,6 +333,7 @@ class Run:
             "cores_used": used,
             "cores_busy": busy,
             **self._learning.report(),
+            **({} if self._group is None else self._group.report()),
         }
         return report | {"limited_by": stage} if (stage := what_limits(report)) else report
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from gymnasium import spaces
 
-from tianji_jax.agent import AgentConfig, Metrics
+from tianji_jax.agent import AgentConfig, Fused, Metrics
 from tianji_jax.types import Batch, DiscreteActions, EnvSpec, PyTree
 
 
@@ -107,6 +107,12 @@ class TrivialAgent:
 
     def actor_params(self, train_state: TrivialState) -> PyTree:
         return train_state.params
+
+    def to_fuse(self, train_state: TrivialState) -> Fused:
+        return Fused(train_state.params, train_state.steps)
+
+    def with_fused(self, train_state: TrivialState, fused: Fused) -> TrivialState:
+        return train_state._replace(params=fused.params, steps=fused.statistics)
 
     def initial_state(self, batch_size: int) -> PyTree:
         return jnp.zeros(batch_size, jnp.int32) if self.config.memory else ()

@@ -7,7 +7,8 @@ from helpers import AGENTS, SPECS, Learner, assert_close, make_agent, rollout
 from pydantic import ValidationError
 
 from tianji_jax import losses
-from tianji_jax.agents.actor_critic import ActorCriticConfig, make_optimizer
+from tianji_jax.agents.actor_critic import ActorCriticConfig, learning_rate
+from tianji_jax.agents.optimizers import make_optimizer
 from tianji_jax.types import ArraySpec, DiscreteActions, EnvSpec
 
 T, B = 8, 4
@@ -186,7 +187,7 @@ def test_an_unknown_optimizer_is_answered_with_the_nearest():
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_the_learning_rate_falls_to_zero_over_learner_steps(schedule):
     config = ActorCriticConfig(learning_rate_schedule=schedule, schedule_learner_steps=3, **SGD)
-    optimizer = make_optimizer(config, gradient_steps_per_update=2)
+    optimizer = make_optimizer(config, learning_rate(config, gradient_steps_per_update=2))
     state, rates = optimizer.init(jnp.zeros(())), []
     for _ in range(7):
         update, state = optimizer.update(jnp.ones(()), state)

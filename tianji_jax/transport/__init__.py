@@ -2,6 +2,7 @@
 
 from tianji_jax.transport.codec import PROTOCOL, Codec, Rejected
 from tianji_jax.transport.events import Arrived, Credit, Event, Joined, Lost, MessageRejected, Refused, Requested
+from tianji_jax.transport.groups import Answer, GroupsRefused, Progress, RootLink, RootSocket, Together, Word
 from tianji_jax.transport.keys import (
     Authenticator,
     ClientKeys,
@@ -23,12 +24,14 @@ __all__ = [
     "BEAT_SECONDS",
     "ID_LIMIT",
     "PROTOCOL",
+    "Answer",
     "Arrived",
     "Authenticator",
     "ClientKeys",
     "Codec",
     "Credit",
     "Event",
+    "GroupsRefused",
     "Joined",
     "KeyFileError",
     "Lost",
@@ -39,14 +42,19 @@ __all__ = [
     "ParameterRelay",
     "ParameterServer",
     "Patience",
+    "Progress",
     "Refused",
     "Rejected",
     "Requested",
+    "RootLink",
+    "RootSocket",
     "ServerKeys",
     "Standing",
+    "Together",
     "TrajectoryClient",
     "TrajectoryServer",
     "VersionGone",
+    "Word",
     "is_loopback",
     "load_client_keys",
     "load_server_keys",

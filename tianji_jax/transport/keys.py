@@ -69,6 +69,10 @@ class ServerKeys:
         socket.zap_domain = b"tianji"
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
+    def as_client(self) -> "ClientKeys":
+        """For talking to a holder of the same pair, such as another learner of the run."""
+        return ClientKeys(self.public, self.secret, self.public)
+
 
 @dataclass(frozen=True)
 class ClientKeys:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import zmq
 
 from tianji_jax.roll import GRACE_SECONDS, IN_ORDER, Place, Roll, how
-from tianji_jax.transport.keys import Authenticator, ClientKeys, ServerKeys, connect
+from tianji_jax.transport.keys import Authenticator, ServerKeys, connect
 from tianji_jax.transport.sockets import bind, is_loopback, milliseconds, open_socket
 from tianji_jax.worker import Workers
 
@@ -162,6 +162,5 @@ def open_meeting(place: Place, patience: Patience, keys: ServerKeys | None) -> I
             yield _Leader(socket, place, patience)
         else:
             socket.routing_id = f"learner-{place.rank}".encode()
-            pair = None if keys is None else ClientKeys(keys.public, keys.secret, keys.public)
-            connect(socket, place.meeting, pair)
+            connect(socket, place.meeting, None if keys is None else keys.as_client())
             yield _Follower(socket, place, patience)
