@@ -214,6 +214,7 @@ def fused(report: dict[str, Any], groups: int, outer_steps: int) -> bool:
     return report["groups"] == groups and report["outer_steps"] >= outer_steps
 
 
+@pytest.mark.slow
 def test_groups_fall_away_and_catch_up_and_survive_their_root(tmp_path: Path) -> None:
     """Two groups and a root; a group is killed and resumed, then the root is; then all end together."""
     port = free_ports()
@@ -264,6 +265,24 @@ def test_the_end_of_all_is_the_end_of_each(tmp_path: Path) -> None:
     own = [json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1])["frames"] for name in "ab"]
     assert min(own) >= 6000
     assert last[0]["outer_steps"] > 4
+
+
+@pytest.mark.slow
+def test_a_group_may_have_several_learners(tmp_path: Path) -> None:
+    port, meeting = free_ports(), free_ports()
+    config = group_config(tmp_path, port, run={"environment_steps": 6000}, learner={"platform": "cpu"})
+    (tmp_path / "c.yaml").write_text(to_yaml(config))
+    file = str(tmp_path / "c.yaml")
+    with commands(tmp_path) as start:
+        root = start("root", "root", file)
+        place = ["--coordinator", f"127.0.0.1:{meeting}", "--process"]
+        world = [start(f"learner-{rank}", "learner", file, *place, f"{rank}/2") for rank in range(2)]
+        alone = start("b", "train", file, "run.seed=2", "run.name=b")
+        for command in (*world, alone, root):
+            command.end()
+    last = reports(tmp_path / "a")[-1]
+    assert last["outer_steps"] > 4
+    assert last["environment_steps"] >= 6000
 
 
 def test_a_root_that_needs_keys_or_has_no_address_says_so(tmp_path: Path) -> None:

@@ -112,6 +112,8 @@ class Membership:
             return state
         change, together = (None, None) if self.courier is None else self.courier.take()
         if not self._world.alone:
+            # On CPUs a collective that begins while another runs may meet that one on the other host.
+            jax.block_until_ready(state)
             change, together = self._share(change, together)
         if together is not None:
             self._hear(together)
