@@ -1,8 +1,18 @@
-"""Four virtual CPU devices for all tests: the flag counts only if it is set before JAX is imported."""
+"""Settings of JAX for all tests and the processes they start; they count only if they are set before JAX is imported."""
 
 import os
+import tempfile
 
+# Four virtual CPU devices.
 _FLAG = "--xla_force_host_platform_device_count"
 
 if _FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}=4".strip()
+
+# Most tests train something, many the same: each program is compiled once, also by processes of their own.
+_CACHE = {
+    "JAX_COMPILATION_CACHE_DIR": os.path.join(tempfile.gettempdir(), f"tianji-tests-{os.getuid()}"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+os.environ.update({name: value for name, value in _CACHE.items() if name not in os.environ})

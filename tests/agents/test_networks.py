@@ -31,16 +31,19 @@ def run(network, state, seed=0, **specs):
     return params, observation, jax.jit(network.apply)(params, observation, is_first, state)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("recurrence", ["none", "lstm", "gru"])
 @pytest.mark.parametrize(
-    ("torso", "spec"),
+    ("torso", "spec", "recurrence", "dtype"),
     [
-        ("auto", VECTOR),
-        ("mlp", SMALL),
-        ("small_cnn", SMALL),
-        ("nature_cnn", SMALL),
-        ("impala_resnet", SMALL),
+        ("auto", VECTOR, "none", "float32"),
+        ("auto", VECTOR, "lstm", "bfloat16"),
+        ("auto", VECTOR, "gru", "float32"),
+        ("auto", VECTOR, "gru", "bfloat16"),
+        ("mlp", SMALL, "lstm", "float32"),
+        ("small_cnn", SMALL, "gru", "float32"),
+        ("nature_cnn", SMALL, "none", "bfloat16"),
+        ("nature_cnn", SMALL, "lstm", "float32"),
+        ("impala_resnet", SMALL, "none", "float32"),
+        ("impala_resnet", SMALL, "lstm", "bfloat16"),
     ],
 )
 def test_every_torso_has_float32_parameters_and_outputs(torso, spec, recurrence, dtype):
