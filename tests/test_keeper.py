@@ -122,7 +122,9 @@ def test_a_killed_learner_is_named_and_all_end_and_go_on(tmp_path: Path, rank: i
     before = reports(tmp_path)[-1]["learner_steps"]
     write(tmp_path, ENDLESS)
     port = free_ports()
-    resumed = [Learner(tmp_path, r, 2, port, "--resume", str(tmp_path / "r")) for r in range(2)]
+    # Learner 1's host does not have the run's folder.
+    runs = [tmp_path / "r", tmp_path / "elsewhere" / "r"]
+    resumed = [Learner(tmp_path, r, 2, port, "--resume", str(run)) for r, run in enumerate(runs)]
     try:
         until_trained(tmp_path, before + 20)
         resumed[1].process.send_signal(signal.SIGTERM)

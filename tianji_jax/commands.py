@@ -72,6 +72,8 @@ def _resumed(run: Path, path: str | None, overrides: Sequence[str]) -> "Config":
     from tianji_jax.run_folder import CONFIG
 
     if not (run / CONFIG).is_file():
+        if path is not None:  # of several learners only learner 0 needs the run, and says so where it is missing
+            return load(path, overrides)
         raise ConfigError(f"--resume {run}: no run there ({CONFIG} is missing)")
     before = load(run / CONFIG)
     agent = before.agent["name"]
