@@ -5,10 +5,8 @@ TPUs: Google Cloud TPU documentation, https://docs.cloud.google.com/tpu/docs/v4,
 do. GPUs: NVIDIA's data sheets, without sparsity.
 """
 
-import math
 from dataclasses import dataclass
 
-from tianji_jax.config import ConfigError
 from tianji_jax.explain import nearest
 
 GIB = 2**30
@@ -100,15 +98,15 @@ def find_topology(name: str) -> Topology:
     """The slice called `name`.
 
     Raises:
-      ConfigError: there is none; the message lists those that are.
+      ValueError: there is none; the message lists those that are.
     """
     generation, _, size = name.partition(":")
     shape = next((s for s in SHAPES.get(generation, ()) if "x".join(map(str, s)) == size), None)
     if shape is None:
         known = [f"{g}:{'x'.join(map(str, s))}" for g, shapes in SHAPES.items() for s in shapes]
         lines = "\n".join(f"  {' '.join(k for k in known if k.startswith(f'{g}:'))}" for g in SHAPES)
-        raise ConfigError(
-            f"--topology: unknown topology {name!r}{nearest(name, known)}; known are\n{lines}\n  gpu (those of this machine)"
+        raise ValueError(
+            f"--topology: unknown topology {name!r}{nearest(name, known)}; known are\n{lines}\n  gpu (of this machine)"
         )
     return Topology(name, TPUS[generation], shape)
 
@@ -131,8 +129,3 @@ def wire_bytes(op: str, payload: float, devices: int) -> float:
     """
     share = (devices - 1) / devices
     return payload * {"all-reduce": 2 * share, "collective-permute": float(devices > 1)}.get(op, share)
-
-
-def hosts_of(topology: Topology) -> int:
-    """How many hosts a slice has."""
-    return math.prod(topology.shape) // math.prod(topology.host_shape)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tianji_jax.compile_command import add_compile
 from tianji_jax.interrupts import INTERRUPTED, PREEMPTED, Preempted, interrupts
 from tianji_jax.startup import collect_garbage_seldom
 
@@ -87,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_saved(commands)
     _add_looking_back(commands)
     _add_setting_up(commands)
+    add_compile(commands, OVERRIDES)
     return parser
 
 
