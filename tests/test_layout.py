@@ -10,8 +10,21 @@ ROOT = Path(__file__).parents[1]
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     # Know nobody of the package.
-    ("types", "explain", "interrupts", "startup", "losses", "replay_config", "returns", "staleness", "worker"),
     (
+        "types",
+        "explain",
+        "flops",
+        "hlo",
+        "interrupts",
+        "startup",
+        "losses",
+        "replay_config",
+        "returns",
+        "staleness",
+        "worker",
+    ),
+    (
+        "chips",
         "config",
         "rate_limiter",
         "roll",
@@ -28,6 +41,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "distributions",
         "normalisation",
         "environments.base",
+        "estimate",
         "metrics",
         "parallel",
         "profile",
@@ -54,8 +68,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # Whole runs.
     ("actor_process", "agreement", "keeper", "off_policy", "saved_policy"),
     ("learning",),
-    ("evaluation", "export", "remote_actor", "run", "watch"),
-    ("launch",),
+    ("compilation", "evaluation", "export", "remote_actor", "run", "watch"),
+    ("compile_command", "launch"),
     ("video",),
     ("__init__", "cli"),
     ("learner_process",),

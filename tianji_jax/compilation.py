@@ -61,9 +61,7 @@ def _measure(blueprint: Blueprint, parallel: Parallel, machine: Machine) -> dict
     config, agent = blueprint.config, blueprint.agent
     state = parallel.spec(jax.eval_shape(lambda: init_state(agent, config.run.seed)))
     try:
-        assembler = BatchAssembler(
-            blueprint.trajectory, config.learner.trajectories_per_update, len(parallel.local)
-        )
+        assembler = BatchAssembler(blueprint.trajectory, config.learner.trajectories_per_update, len(parallel.local))
         shard = assembler.shard_spec(blueprint.trajectory)
         step, batch = on_policy_update(blueprint, shard)
         traced = parallel.trace(step, state, batch)

@@ -1,5 +1,6 @@
 """What a compiled update needs of its devices, how fast it can be at best, and what it asks of the actors."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -7,7 +8,8 @@ from typing import Any
 from tianji_jax.chips import Chip, wire_bytes
 from tianji_jax.hlo import Traffic
 
-MIB = 2**20
+SHORT = 1e-3
+"""Seconds: to start the parts of a program, and to wait for other devices, takes some of that already."""
 
 
 @dataclass(frozen=True)
@@ -128,38 +130,23 @@ def estimate(machine: Machine, memory: Memory, work: Work) -> dict[str, Any]:
 
 def lines(report: Mapping[str, Any]) -> Iterator[str]:
     """The figures for people; `report` also has the `run` they are of."""
-    many = report["devices"] > 1
+    each = "each" if report["devices"] > 1 else "the"
+    everywhere = " of all hosts" if report["hosts"] > 1 else ""
     yield report["run"]
     yield f"{report['machine']}: {_count(report['devices'], 'device')} on {_count(report['hosts'], 'host')}"
-    yield f"an update learns from {report['steps_per_update']:,} environment steps{' of all hosts' if report['hosts'] > 1 else ''}"
+    yield f"an update learns from {report['steps_per_update']:,} environment steps{everywhere}"
     yield ""
-    yield f"memory of {'each' if many else 'the'} device, MiB"
     memory = report["memory"]
+    unit, size = ("MiB", 2**20) if memory["sum"] > 10 * 2**20 else ("KiB", 2**10)
+    yield f"memory of {each} device, {unit}"
     for name, what in _MEMORY.items():
-        yield f"  {what:<46} {memory[name] / MIB:>12,.1f}"
-    yield f"  {'sum':<46} {memory['sum'] / MIB:>12,.1f}  {_verdict(report)}"
+        yield f"  {what:<46}{memory[name] / size:>12,.1f}"
+    yield f"  {'sum':<46}{memory['sum'] / size:>12,.1f}  {_verdict(report)}"
     yield ""
-    yield f"work of {'each' if many else 'the'} device in an update"
-    seconds = report["seconds"] or {}
-    for name, what in (
-        ("compute", f"{report['flops'] / 1e9:,.2f} GFLOP"),
-        ("memory", f"{report['bytes_accessed'] / 1e6:,.2f} MB read and written"),
-        ("interconnect", f"{report['collective_bytes'] / 1e6:,.2f} MB in {_count(report['collectives'], 'collective')}"),
-    ):
-        time = f"{seconds[name] * 1e3:>12,.3f} ms" if seconds else ""
-        yield f"  {name:<13} {what:<32} {time}{'  limits' if report['limited_by'] == name else ''}".rstrip()
+    yield f"work of {each} device in an update"
+    yield from _work(report)
     yield ""
-    if not seconds:
-        yield "no estimate of the rate: the peaks of these devices are not known here"
-        return
-    yield f"at best {report['updates_per_second']:,.1f} updates/s, if nothing but {_LIMITS[report['limited_by']]} held it up;"
-    yield (
-        f"for that the actors have to deliver {report['environment_steps_per_second']:,.0f} environment steps/s "
-        f"({report['frames_per_second']:,.0f} frames/s)"
-    )
-    if report["hosts"] > 1:
-        yield f"  on each host {report['environment_steps_per_second'] / report['hosts']:,.0f} environment steps/s"
-    yield f"  {report['bytes_per_second_and_host'] / 1e6:,.1f} MB/s from each host to its devices"
+    yield from _rates(report)
 
 
 _MEMORY = {
@@ -179,9 +166,52 @@ _LIMITS = {"compute": "its operations", "memory": "its memory traffic", "interco
 def _verdict(report: Mapping[str, Any]) -> str:
     available = report["memory"]["available"]
     if available is None:
-        return "how much there is is not known here"
+        return "(how much there is is not known here)"
     share = report["memory"]["sum"] / available
-    return f"of {available / MIB:,.0f}: {'fits' if report['fits'] else 'DOES NOT FIT'} ({share:.0%})"
+    return f"{'fits' if report['fits'] else 'DOES NOT FIT'}: {share:.1%} of {available / 2**30:,.2f} GiB"
+
+
+def _work(report: Mapping[str, Any]) -> Iterator[str]:
+    collectives = _count(report["collectives"], "collective")
+    for name, what in (
+        ("compute", _si(report["flops"], "FLOP")),
+        ("memory", f"{_si(report['bytes_accessed'], 'B')} read and written"),
+        ("interconnect", f"{_si(report['collective_bytes'], 'B')} in {collectives}"),
+    ):
+        line = f"  {name:<14}{what:<32}"
+        if report["seconds"] is not None:
+            line += f"{_si(report['seconds'][name], 's'):>9}{'  limits' if report['limited_by'] == name else ''}"
+        yield line.rstrip()
+
+
+def _rates(report: Mapping[str, Any]) -> Iterator[str]:
+    rate = report["updates_per_second"]
+    if rate is None:
+        yield "no estimate of the rate: the peaks of these devices are not known here"
+        return
+    steps, hosts = report["environment_steps_per_second"], report["hosts"]
+    yield f"at best {_rate(rate)} updates/s, if nothing but {_LIMITS[report['limited_by']]} held it up; then it takes"
+    yield f"  {_rate(steps)} environment steps/s ({_rate(report['frames_per_second'])} frames/s) from the actors"
+    if hosts > 1:
+        yield f"  {_rate(steps / hosts)} environment steps/s on each host"
+    yield f"  {_si(report['bytes_per_second_and_host'], 'B')}/s from {'each' if hosts > 1 else 'the'} host to its devices"
+    if rate * SHORT > 1:
+        yield "latencies do not count here: an update as short as this one takes longer"
+
+
+def _rate(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _si(number: float, unit: str) -> str:
+    """Three digits and a prefix: `318 GFLOP`, `4.1 us`."""
+    if number == 0:
+        return f"0 {unit}"
+    power = max(-3, min(5, math.floor(math.log10(number) / 3)))
+    return f"{number / 1000**power:.{3 if number / 1000**power < 1000 else 4}g} {_PREFIXES[power]}{unit}"
+
+
+_PREFIXES = {-3: "n", -2: "u", -1: "m", 0: "", 1: "k", 2: "M", 3: "G", 4: "T", 5: "P"}
 
 
 def _count(number: int, what: str) -> str:
