@@ -13,6 +13,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "types",
         "explain",
+        "flops",
+        "hlo",
         "interrupts",
         "startup",
         "losses",
@@ -24,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "worker",
     ),
     (
+        "chips",
         "config",
         "rate_limiter",
         "roll",
@@ -40,6 +43,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "distributions",
         "normalisation",
         "environments.base",
+        "estimate",
         "metrics",
         "parallel",
         "profile",
@@ -74,8 +78,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # Whole runs.
     ("actor_process", "agreement", "keeper", "off_policy", "saved_policy"),
     ("learning",),
-    ("evaluation", "export", "remote_actor", "run", "watch"),
-    ("launch", "root"),
+    ("compilation", "evaluation", "export", "remote_actor", "run", "watch"),
+    ("compile_command", "launch", "root"),
     ("video",),
     ("commands",),
     ("__init__", "cli"),

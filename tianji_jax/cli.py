@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tianji_jax import commands
 from tianji_jax.commands import FAILED, REFUSED
+from tianji_jax.compile_command import add_compile
 from tianji_jax.interrupts import INTERRUPTED, PREEMPTED, Preempted, interrupts
 from tianji_jax.startup import collect_garbage_seldom
 
@@ -81,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_saved(parsers)
     _add_looking_back(parsers)
     _add_setting_up(parsers)
+    add_compile(parsers, OVERRIDES)
     return parser
 
 

@@ -1,5 +1,6 @@
 """From trajectories to batches that lie ready on the learner's devices."""
 
+import math
 import queue
 import threading
 from collections.abc import Sequence
@@ -65,9 +66,12 @@ class BatchAssembler:
         environments = trajectory_spec.reward.shape[1]
         total = trajectories * environments
         if total % shards:
+            step = shards // math.gcd(environments, shards)
+            fits = -(-trajectories // step) * step
             raise ValueError(
                 f"learner.trajectories_per_update x actors.environments = {trajectories} x {environments} = {total} "
-                f"environments cannot be divided among {shards} devices: make the product a multiple of {shards}"
+                f"environments cannot be divided among {shards} devices: make the product a multiple of {shards}, for "
+                f"example learner.trajectories_per_update={fits}"
             )
         self.environments = environments
         self.width = total // shards

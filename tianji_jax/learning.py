@@ -13,7 +13,7 @@ from tianji_jax.config import ConfigError
 from tianji_jax.device_queue import DeviceQueue, Shard
 from tianji_jax.learner import Learner, LearnerState, Publisher, update_step
 from tianji_jax.metrics import Report
-from tianji_jax.parallel import Parallel
+from tianji_jax.parallel import Parallel, Step
 from tianji_jax.receiver import Pipeline
 from tianji_jax.replay_config import ReplayConfig
 from tianji_jax.staleness import StalenessFilter
@@ -73,21 +73,29 @@ def make_learning(blueprint: Blueprint, parallel: Parallel, state: PyTree, shard
     return OffPolicy(blueprint, parallel, state, shard)
 
 
+def on_policy_update(blueprint: Blueprint, shard: Shard) -> tuple[Step, PyTree]:
+    """The update of an agent that learns from each trajectory as it comes, and the spec of what it takes.
+
+    Raises:
+      ConfigError: there are settings for a replay, which it does not have.
+    """
+    config = blueprint.config
+    if config.replay != ReplayConfig():
+        raise ConfigError(
+            f"replay: {config.agent['name']} learns from each trajectory as it comes and has no replay: "
+            "leave the section out"
+        )
+    step = update_step(blueprint.agent, config.staleness)
+    return (step, shard) if blueprint.world.alone else (with_votes(step), (shard, VOTES_SPEC))
+
+
 class OnPolicy:
     """Each batch goes into one update (or some more, `balance.max_reuse`)."""
 
     def __init__(self, blueprint: Blueprint, parallel: Parallel, state: PyTree, shard: Shard) -> None:
         self._config, self._parallel = blueprint.config, parallel
-        if self._config.replay != ReplayConfig():
-            raise ConfigError(
-                f"replay: {self._config.agent['name']} learns from each trajectory as it comes and has no replay: "
-                "leave the section out"
-            )
-        step = update_step(blueprint.agent, self._config.staleness)
-        if blueprint.world.alone:
-            self._lowered = parallel.lower(step, state, shard)
-        else:
-            self._lowered = parallel.lower(with_votes(step), state, (shard, VOTES_SPEC))
+        step, batch = on_policy_update(blueprint, shard)
+        self._lowered = parallel.lower(step, state, batch)
 
     def staleness_filter(self) -> StalenessFilter:
         return StalenessFilter(self._config.staleness.fresh_lag, self._config.staleness.max_lag)

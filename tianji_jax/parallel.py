@@ -17,8 +17,10 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from tianji_jax.chips import Topology
 from tianji_jax.config import ConfigError, LearnerConfig
 from tianji_jax.types import DATA_AXIS, ArraySpec, PyTree
 
@@ -59,6 +61,27 @@ def learner_devices(config: LearnerConfig) -> list[jax.Device]:
             f"learner.platform: {config.platform} asked for, but JAX finds only {found} on this machine; "
             f"install the matching extra (tianji_jax[cuda] or [tpu]) or set learner.platform={found}"
         ) from None
+    return _as_many_on_each_host(everywhere, config)
+
+
+def described_devices(topology: Topology, config: LearnerConfig) -> list[jax.Device]:
+    """As `learner_devices`, of a slice of a TPU pod that need not be there: to compile for, by libtpu.
+
+    Raises:
+      ConfigError: a host of it has not as many.
+    """
+    slice_ = topologies.get_topology_desc(
+        topology.name,
+        "tpu",
+        chips_per_host_bounds=topology.host_shape,
+        # One device of the two cores of a chip, as JAX has it there.
+        chip_config_name="megacore" if len(topology.shape) == 3 else "default",
+        wrap=(*topology.wraps, False)[:3],
+    )
+    return _as_many_on_each_host(slice_.devices, config)
+
+
+def _as_many_on_each_host(everywhere: Sequence[jax.Device], config: LearnerConfig) -> list[jax.Device]:
     hosts: dict[int, list[jax.Device]] = {}
     for device in everywhere:
         hosts.setdefault(device.process_index, []).append(device)
@@ -166,13 +189,20 @@ class Parallel:
             device's part of each that they have their own, such as a batch.
           places: which is which.
         """
-        specs = [self.own_spec(spec) if own else spec for spec, own in zip(arguments, places.arguments, strict=True)]
+        specs = self._specs(arguments, places)
         if self.mode == "pmap" and len(self.local) < self.num_devices:
             # Over several hosts pmap takes shapes only from arrays.
             for index, own in enumerate(places.arguments):
                 sharding = self._sharded if own else self._replicated
                 specs[index] = jax.jit(lambda spec=specs[index]: _zeros(spec), out_shardings=sharding)()
         return self._program(step, places).lower(*specs)
+
+    def trace(self, step: Callable[..., Any], *arguments: PyTree, places: Places = STATE_AND_BATCH) -> Any:
+        """As `lower`, a step earlier (`jax.stages.Traced`): the program as JAX sees it. Under `shard_map` only."""
+        return self._program(step, places).trace(*self._specs(arguments, places))
+
+    def _specs(self, arguments: Sequence[PyTree], places: Places) -> list[PyTree]:
+        return [self.own_spec(spec) if own else spec for spec, own in zip(arguments, places.arguments, strict=True)]
 
     def _program(self, step: Callable[..., Any], places: Places) -> Any:
         if self.mode == "pmap":
