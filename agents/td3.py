@@ -130,7 +130,8 @@ class TD3(Control):
             policy_opt=policy_opt,
             policy_target=policy_target,
             critics_target=critics_target,
-            policy_metrics={"policy_loss": lost, "policy_gradient_norm": norm},
+            # Part of the state, which has to be the same on all devices.
+            policy_metrics={"policy_loss": jax.lax.pmean(lost, axis_name), "policy_gradient_norm": norm},
         )
 
     def policy_loss(self, policy: PyTree, critics: PyTree, sample: Sample) -> jax.Array:

@@ -1,5 +1,6 @@
 """For the tests of SAC, TD3 and DDPG: samples, gradient steps on virtual devices, and the networks in NumPy."""
 
+import functools
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from tianji_jax.types import ArraySpec, ContinuousActions, EnvSpec, Sample
 S = 8
 RATE = 0.1
 SGD = {"optimizer": "sgd", "learning_rate": RATE, "critic_learning_rate": RATE}
-SMALL = {"network": ControlNetworkConfig(hidden_sizes=(5, 4), activation="tanh")}
+SMALL: dict[str, Any] = {"network": ControlNetworkConfig(hidden_sizes=(5, 4), activation="tanh")}
 SEEN = {"image": IMAGE, "vector": ArraySpec((3,), np.float32)}
 BOX = SPECS["continuous"].action
 WITH_IMAGES = EnvSpec("images", SEEN, BOX)
@@ -45,24 +46,38 @@ def random_sample(agent: Control, seed: int = 0, size: int = S) -> Sample:
 
 def learn(agent: Any, state: Any, sample: Sample, devices: int = 1, mode: Any = "pmap") -> tuple[Any, Any, Any]:
     """One gradient step, the sample dealt to the devices: state, metrics, and priorities `[S]`; NumPy arrays."""
+    parallel, compiled = _step(agent, devices, mode)
+    shards = [jax.tree.map(lambda x, i=i: np.split(x, devices)[i], sample) for i in range(devices)]
+    after, metrics, priority = jax.device_get(compiled(parallel.replicate(state), parallel.shard(shards)))
+    return after, metrics, priority.reshape(-1)
+
+
+@functools.cache
+def _step(agent: Any, devices: int, mode: Any) -> Any:
     parallel = Parallel(jax.devices()[:devices], mode)
 
     def step(state: Any, sample: Sample) -> Any:
         state, metrics, priority = agent.learn(state, sample, jax.random.key(0), "data")
         return state, jax.lax.pmean(metrics, "data"), priority
 
-    shards = [jax.tree.map(lambda x, i=i: np.split(x, devices)[i], sample) for i in range(devices)]
+    state = parallel.spec(jax.eval_shape(agent.init, jax.random.key(0)))
     places = Places((False, True), (False, False, True), ())
-    state = parallel.replicate(state)
-    compiled = parallel.lower(step, parallel.spec(state), spec_of(shards[0]), places=places).compile()
-    state, metrics, priority = jax.device_get(compiled(state, parallel.shard(shards)))
-    return state, metrics, priority.reshape(-1)
+    return parallel, parallel.lower(
+        step, state, spec_of(random_sample(agent, size=S // devices)), places=places
+    ).compile()
 
 
-def perturbed(tree: Any, seed: int) -> Any:
-    """Parameters far from their first values, so that no head is almost zero and no two networks are alike."""
+def some_state(agent: Any, scale: float = 0.5) -> Any:
+    """Before any gradient step, with networks of which no two are alike and no head is almost zero."""
+    state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(agent.init, jax.random.key(0)))
+    names = [name for name in state._fields if name.startswith(("policy", "critics", "target"))]
+    names = [name for name in names if name not in ("policy_opt", "policy_metrics")]
+    return state._replace(**{name: _random(getattr(state, name), seed, scale) for seed, name in enumerate(names)})
+
+
+def _random(tree: Any, seed: int, scale: float) -> Any:
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda x: (x + 0.5 * rng.normal(size=x.shape)).astype(np.float32), jax.device_get(tree))
+    return jax.tree.map(lambda x: (scale * rng.normal(size=x.shape)).astype(np.float32), tree)
 
 
 def policy_outputs(policy: Any, observation: np.ndarray) -> np.ndarray:

@@ -1,5 +1,6 @@
 """SAC: losses, targets and steps against NumPy, its density against scipy, on one device and on several."""
 
+import functools
 from typing import Any
 
 import jax
@@ -13,10 +14,10 @@ from controls import (
     critic_values,
     learn,
     make,
-    perturbed,
     policy_outputs,
     random_sample,
     scaled,
+    some_state,
     with_head_bias,
 )
 from helpers import assert_close, random_observation
@@ -37,6 +38,7 @@ class Repeatable(TanhGaussian):
         return mean + jnp.exp(log_std) * jax.lax.stop_gradient(jnp.sin(37.0 * mean))
 
 
+@functools.cache
 def repeatable(**settings: Any) -> SAC:
     agent: SAC = make(SAC, temperature=ALPHA, temperature_learning_rate=RATE, **{**SGD, **settings})
     agent.distribution = Repeatable((-1.0, -1.0), (1.0, 1.0))
@@ -44,10 +46,8 @@ def repeatable(**settings: Any) -> SAC:
 
 
 def state_of(agent: SAC) -> SACState:
-    state = agent.init(jax.random.key(0))
-    return state._replace(
-        policy=perturbed(state.policy, 1), critics=perturbed(state.critics, 2), target=perturbed(state.target, 3)
-    )
+    state: SACState = some_state(agent)
+    return state._replace(log_temperature=np.float32(np.log(ALPHA)))
 
 
 def drawn(policy: Any, observation: np.ndarray, noise: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -140,23 +140,25 @@ def test_two_devices_learn_what_one_does(mode: str) -> None:
     assert_close(two, one, rtol=1e-4, atol=1e-5)
 
 
-def test_the_temperature_finds_the_wanted_entropy_or_stays() -> None:
-    low, high = (repeatable(target_entropy=target) for target in (-50.0, 50.0))
-    state, sample = state_of(low), random_sample(low)
-    assert learn(low, state, sample)[0].log_temperature < np.log(ALPHA)
-    assert learn(high, state, sample)[0].log_temperature > np.log(ALPHA)
-    fixed = repeatable(learn_temperature=False)
-    assert learn(fixed, state, sample)[0].log_temperature == pytest.approx(np.log(ALPHA))
+@pytest.mark.parametrize(("log_std", "sign"), [(-3.0, 1), (0.0, -1)])
+def test_the_temperature_rises_while_the_entropy_is_too_low(log_std: float, sign: int) -> None:
+    agent = repeatable()
+    state, sample = state_of(agent), random_sample(agent)
+    # A policy that is the same everywhere, with an entropy of some -3.2 or 0.7; wanted is -2.
+    policy = jax.tree.map(np.zeros_like, state.policy)
+    policy = with_head_bias(policy, np.array([0.1, 0.1, log_std, log_std], np.float32))
+    after, _, _ = learn(agent, state._replace(policy=policy), sample)
+    assert np.sign(after.log_temperature - np.log(ALPHA)) == sign
 
 
-def test_each_part_has_its_own_learning_rate() -> None:
-    agent = repeatable(critic_learning_rate=1e-12, temperature_learning_rate=None)
+def test_the_temperature_may_stay_and_each_part_has_its_own_learning_rate() -> None:
+    agent = repeatable(critic_learning_rate=1e-12, learn_temperature=False)
     state, sample = state_of(agent), random_sample(agent)
     after, _, _ = learn(agent, state, sample)
     assert_close(after.critics, state.critics, rtol=1e-6, atol=1e-6)
+    assert after.log_temperature == state.log_temperature
     bias = [np.asarray(s.policy["params"]["head"]["bias"]) for s in (state, after)]
     assert np.abs(bias[1] - bias[0]).max() > 1e-3
-    assert abs(after.log_temperature - np.log(ALPHA)) > 1e-3
 
 
 def test_the_density_is_that_of_what_is_sampled() -> None:
@@ -183,7 +185,7 @@ def test_the_density_is_that_of_what_is_sampled() -> None:
 
 @pytest.mark.parametrize("bias", [-200.0, 30.0, 200.0])
 def test_nothing_overflows_at_the_edges(bias: float) -> None:
-    agent = make(SAC, **SGD)
+    agent = repeatable()
     state, sample = state_of(agent), random_sample(agent)
     policy = with_head_bias(state.policy, np.array([bias, -bias, bias, bias], np.float32))
     after = learn(agent, state._replace(policy=policy), sample)

@@ -1,5 +1,6 @@
 """TD3 and DDPG: losses, targets and steps against NumPy, each addition alone, on one device and on several."""
 
+import functools
 import itertools
 from typing import Any
 
@@ -13,10 +14,10 @@ from controls import (
     critic_values,
     learn,
     make,
-    perturbed,
     policy_outputs,
     random_sample,
     scaled,
+    some_state,
     with_head_bias,
 )
 from helpers import assert_close, random_observation
@@ -25,14 +26,9 @@ from tianji_jax.agents.td3 import DDPG, TD3, TD3State
 from tianji_jax.types import Sample
 
 
-def state_of(agent: TD3) -> TD3State:
-    state = agent.init(jax.random.key(0))
-    return state._replace(
-        policy=perturbed(state.policy, 1),
-        critics=perturbed(state.critics, 2),
-        policy_target=perturbed(state.policy_target, 3),
-        critics_target=perturbed(state.critics_target, 4),
-    )
+@functools.cache
+def made_of(agent: type[TD3], **settings: Any) -> Any:
+    return make(agent, **{**SGD, **settings})
 
 
 def critics_of(agent: TD3) -> range:
@@ -55,8 +51,8 @@ def policy_loss(policy: Any, critics: Any, sample: Sample) -> float:
 
 @pytest.mark.parametrize("agent", [TD3, DDPG])
 def test_losses_and_priorities_are_those_of_the_papers(agent: type[TD3]) -> None:
-    made = make(agent, target_noise=0.0, policy_delay=1, **SGD)
-    state, sample = state_of(made), random_sample(made)
+    made = made_of(agent, target_noise=0.0, policy_delay=1)
+    state, sample = some_state(made), random_sample(made)
     after, metrics, priority = learn(made, state, sample)
     errors = errors_of(made, state, sample)
     assert len(errors) == (2 if agent is TD3 else 1)
@@ -68,8 +64,8 @@ def test_losses_and_priorities_are_those_of_the_papers(agent: type[TD3]) -> None
 
 @pytest.mark.parametrize("agent", [TD3, DDPG])
 def test_one_step_of_sgd_follows_the_slopes_of_the_losses(agent: type[TD3]) -> None:
-    made = make(agent, target_noise=0.0, policy_delay=1, **SGD)
-    state, sample = state_of(made), random_sample(made)
+    made = made_of(agent, target_noise=0.0, policy_delay=1)
+    state, sample = some_state(made), random_sample(made)
     after, _, _ = learn(made, state, sample)
 
     def by_policy(bias: np.ndarray) -> float:
@@ -91,15 +87,15 @@ def test_one_step_of_sgd_follows_the_slopes_of_the_losses(agent: type[TD3]) -> N
 @pytest.mark.parametrize("mode", ["pmap", "shard_map"])
 @pytest.mark.parametrize("before", [0, 1])
 def test_two_devices_learn_what_one_does(mode: str, before: int) -> None:
-    made = make(TD3, target_noise=0.0, **SGD)
-    state, sample = state_of(made)._replace(steps=np.int32(before)), random_sample(made)
+    made = made_of(TD3, target_noise=0.0)
+    state, sample = some_state(made)._replace(steps=np.int32(before)), random_sample(made)
     one, two = learn(made, state, sample), learn(made, state, sample, 2, mode)
     assert_close(two, one, rtol=1e-4, atol=1e-5)
 
 
 def test_policy_and_targets_wait_for_the_critics() -> None:
     made = make(TD3, policy_delay=3, target_rate=0.25, **SGD)
-    state, losses = jax.device_get(state_of(made)), []
+    state, losses = some_state(made), []
     for step in range(1, 7):
         before = state
         state, metrics, _ = learn(made, state, random_sample(made, step))
@@ -125,7 +121,7 @@ def test_policy_and_targets_wait_for_the_critics() -> None:
 def test_target_actions_are_smoothed_by_noise_that_is_clipped() -> None:
     # So much noise is clipped always: to plus or minus 0.3 in each entry.
     made = make(TD3, target_noise=1e6, target_noise_clip=0.3, **SGD)
-    state, sample = state_of(made), random_sample(made)._replace(discount=np.full(S, 0.9, np.float32))
+    state, sample = some_state(made), random_sample(made)._replace(discount=np.full(S, 0.9, np.float32))
     _, _, priority = learn(made, state, sample)
     possible = np.array(
         [
@@ -136,11 +132,6 @@ def test_target_actions_are_smoothed_by_noise_that_is_clipped() -> None:
     distance = np.abs(possible - priority)
     assert distance.min(0).max() < 1e-3
     assert len(set(distance.argmin(0))) > 1
-    # A little of it is not.
-    little = make(TD3, target_noise=1e-3, **SGD)
-    _, _, priority = learn(little, state, sample)
-    plain = np.abs(errors_of(made, state, sample)).mean(0)
-    assert 0 < np.abs(priority - plain).max() < 0.05
 
 
 def test_it_explores_with_the_noise_that_is_configured() -> None:
@@ -158,8 +149,6 @@ def test_it_explores_with_the_noise_that_is_configured() -> None:
 
 
 def test_ddpg_is_td3_with_its_additions_switched_off() -> None:
-    switched_off = make(TD3, twin=False, policy_delay=1, target_noise=0.0, **SGD)
-    made = make(DDPG, **SGD)
-    assert made.config.model_dump() == switched_off.config.model_dump()
-    state, sample = state_of(made), random_sample(made)
-    assert_close(learn(made, state, sample), learn(switched_off, state, sample))
+    switched_off = TD3.Config(twin=False, policy_delay=1, target_noise=0.0)
+    assert DDPG.Config().model_dump() == switched_off.model_dump()
+    assert (DDPG.learn, DDPG.explore) == (TD3.learn, TD3.explore)
