@@ -20,7 +20,7 @@ from tianji_jax.types import ArraySpec, ContinuousActions, EnvSpec, PyTree
 
 Torso = Literal["mlp", "small_cnn", "nature_cnn", "impala_resnet"]
 
-_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "tanh": jnp.tanh,
     "relu": nn.relu,
     "silu": nn.silu,
@@ -244,7 +244,7 @@ class Trunk(nn.Module):
         batch, shape = x.shape[:leading], x.shape[leading:]
         # Scaled in the computation's dtype: an unroll of images as float32 would be four times its size again.
         x = x.astype(dtype) / 255 if x.dtype == jnp.uint8 else x.astype(dtype)
-        activation = _ACTIVATIONS[self.config.activation]
+        activation = ACTIVATIONS[self.config.activation]
         if torso != "mlp":
             x = x.reshape(prod(batch), *shape).transpose(0, 2, 3, 1)
             x = _CNNS[torso](dtype, self.in_loop)(x)

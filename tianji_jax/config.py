@@ -21,6 +21,9 @@ AGENTS = {
     "ppo": "tianji_jax.agents.ppo:PPO",
     "impala": "tianji_jax.agents.impala:IMPALA",
     "dqn": "tianji_jax.agents.dqn:DQN",
+    "sac": "tianji_jax.agents.sac:SAC",
+    "td3": "tianji_jax.agents.td3:TD3",
+    "ddpg": "tianji_jax.agents.td3:DDPG",
 }
 """Short names for the agents that ship with the package; any other is `module:Class`."""
 
