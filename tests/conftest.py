@@ -1,4 +1,4 @@
-"""Settings of JAX for all tests and the processes they start; they count only if they are set before JAX is imported."""
+"""Settings of JAX for all tests and the processes they start; they count only where JAX is imported after them."""
 
 import os
 import tempfile
