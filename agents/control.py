@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from tianji_jax.agent import Metrics, ReplaySpec
+from tianji_jax.agent import Fused, Metrics, ReplaySpec
 from tianji_jax.types import ContinuousActions, EnvSpec, PyTree, Sample
 
 from . import networks
@@ -121,6 +121,14 @@ class Control:
     def actor_params(self, train_state: Any) -> ActingParams:
         random = train_state.steps == 0 if self.config.random_start else jnp.zeros((), bool)
         return ActingParams(train_state.policy, random)
+
+    def to_fuse(self, train_state: Any) -> Fused:
+        # Each group's targets follow its own networks.
+        return Fused((train_state.policy, train_state.critics))
+
+    def with_fused(self, train_state: Any, fused: Fused) -> Any:
+        policy, critics = fused.params
+        return train_state._replace(policy=policy, critics=critics)
 
     def initial_state(self, batch_size: int) -> PyTree:
         return ()

@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import zmq
 
 from short_runs import counting_config, free_ports
 from test_world import CACHE
-from tianji_jax.agent import Fused
+from tianji_jax.agent import CanBeFused, Fused
 from tianji_jax.blueprint import plan
-from tianji_jax.config import Config, ConfigError, GroupsConfig, RunConfig, to_yaml
+from tianji_jax.config import Config, ConfigError, GroupsConfig, RunConfig, to_yaml, validate
 from tianji_jax.group import fusing_codec
 from tianji_jax.root import Root, serve
 from tianji_jax.transport import (
@@ -156,6 +157,31 @@ def test_another_configuration_is_refused_and_the_difference_named(tmp_path: Pat
             answer_of(link, "fused")
         link.close()
         assert root.together().groups == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "environment", "settings"),
+    [
+        ("ppo", "CartPole-v1", {"normalise_observations": True, "normalise_rewards": True}),
+        ("impala", "CartPole-v1", {"network": {"recurrence": "lstm"}}),
+        ("dqn", "CartPole-v1", {}),
+        ("sac", "Pendulum-v1", {}),
+        ("td3", "Pendulum-v1", {}),
+        ("ddpg", "Pendulum-v1", {}),
+    ],
+)
+def test_every_agent_can_be_fused(tmp_path: Path, name: str, environment: str, settings: dict[str, Any]) -> None:
+    config = group_config(tmp_path, 5555).model_dump()
+    config |= {"environment": {"name": f"envpool:{environment}"}, "agent": {"name": name, **settings}}
+    agent = plan(validate(config)).agent
+    assert isinstance(agent, CanBeFused)
+    state = jax.eval_shape(agent.init, jax.random.key(0))
+    fused = jax.eval_shape(agent.to_fuse, state)
+    assert all(jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(fused.params))
+    assert len(jax.tree.leaves(fused.statistics)) == (5 if name == "ppo" else 0)
+    again = jax.eval_shape(agent.with_fused, state, fused)
+    assert jax.tree.structure(again) == jax.tree.structure(state)
+    assert jax.tree.leaves(again) == jax.tree.leaves(state)
 
 
 class Command:
