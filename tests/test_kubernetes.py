@@ -17,7 +17,8 @@ import pytest
 import yaml
 
 from tianji_jax.blueprint import _common_settings
-from tianji_jax.cli import FAILED, REFUSED, _configured, _parse
+from tianji_jax.cli import _parse
+from tianji_jax.commands import FAILED, REFUSED, configured
 from tianji_jax.config import load
 from tianji_jax.interrupts import PREEMPTED
 from tianji_jax.remote_actor import _addresses
@@ -169,7 +170,7 @@ def test_what_the_containers_run_is_understood_and_agrees(
             options = _parse(json.loads(run_container(container, tmp_path, index)))
             assert options.command.__name__ == f"_{role}"
             if role == "learner":
-                configs.append(_configured(options))
+                configs.append(configured(options))
                 assert options.coordinator is options.process is options.resume is None
             else:
                 configs.append(load(options.config, options.overrides))

@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tianji_jax.cli import _configured, _parse
+from tianji_jax.cli import _parse
+from tianji_jax.commands import configured
 from tianji_jax.config import load
 from tianji_jax.remote_actor import _addresses
 
@@ -90,7 +91,7 @@ def test_learners_start_everywhere_stop_and_go_on(hosts: Path, monkeypatch: pyte
     first = started(hosts)
     for words in first:
         options = _parse(words)
-        config = _configured(options)
+        config = configured(options)
         assert options.command.__name__ == "_learner"
         assert options.resume is options.coordinator is options.process is None
         assert (config.run.directory / config.run.name, config.security.keys) == (Path("runs/r"), Path("keys"))
@@ -119,7 +120,7 @@ def test_actors_elsewhere_get_their_commands(hosts: Path, monkeypatch: pytest.Mo
     done = script(
         hosts, "--actors-elsewhere", "pod", "z", "r", "configs/cartpole_ppo.yaml", "agent.entropy_coefficient=0.02"
     )
-    config = _configured(_parse(started(hosts)[0]))
+    config = configured(_parse(started(hosts)[0]))
     stop(hosts)
     assert (config.actors.count, config.actors.listen) == (0, "tcp://0.0.0.0:5555")
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("tianji actor")]

@@ -24,7 +24,7 @@ def train(options: argparse.Namespace) -> int:
     from tianji_jax.launch import train
     from tianji_jax.worker import WorkerError
 
-    config = _configured(options)
+    config = configured(options)
     try:
         result = train(config, resume=options.resume, profile=options.profile)
     except WorkerError as error:
@@ -40,7 +40,7 @@ def train(options: argparse.Namespace) -> int:
     return 0
 
 
-def _configured(options: argparse.Namespace) -> "Config":
+def configured(options: argparse.Namespace) -> "Config":
     """The configuration that `train` and `learner` are told."""
     from tianji_jax.config import ConfigError, load
 
@@ -59,7 +59,7 @@ def learner(options: argparse.Namespace) -> int:
     """Keep one of several learners."""
     from tianji_jax.keeper import Child, Keeper, find_place
 
-    config, place = _configured(options), find_place(options.coordinator, options.process)
+    config, place = configured(options), find_place(options.coordinator, options.process)
     arguments = [*([options.config] if options.config else []), *options.overrides]
     arguments += ["--resume", str(options.resume)] if options.resume else []
     arguments += ["--profile", str(options.profile)] if options.profile else []
