@@ -17,7 +17,9 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -256,12 +258,18 @@ def main() -> None:
     options = parser.parse_args()
     if options.flood:
         path, address, first, count = options.flood
-        return flood(path, address, int(first), int(count))
+        flood(path, address, int(first), int(count))
+        return
+    if len(options.bytes) > 1:  # a learner knows no end: each has a process of its own
+        for size in map(str, options.bytes):
+            kept = ["--most", str(options.most), "--seconds", str(options.seconds)]
+            subprocess.run([sys.executable, __file__, *kept, "--bytes", size], check=True)
+        return
     logging.getLogger("tianji_jax").setLevel(logging.ERROR)
-    console = Console(width=120)
-    for size in options.bytes:
-        show(size, options.most, options.seconds, console)
-    os._exit(0)  # the learner knows no end
+    # Ended before its time it takes the actors with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    show(options.bytes[0], options.most, options.seconds, Console(width=120))
+    os._exit(0)
 
 
 if __name__ == "__main__":
