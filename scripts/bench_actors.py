@@ -258,12 +258,13 @@ def main() -> None:
     options = parser.parse_args()
     if options.flood:
         path, address, first, count = options.flood
-        return flood(path, address, int(first), int(count))
+        flood(path, address, int(first), int(count))
+        return
     if len(options.bytes) > 1:  # a learner knows no end: each has a process of its own
         for size in map(str, options.bytes):
             kept = ["--most", str(options.most), "--seconds", str(options.seconds)]
             subprocess.run([sys.executable, __file__, *kept, "--bytes", size], check=True)
-        return None
+        return
     logging.getLogger("tianji_jax").setLevel(logging.ERROR)
     # Ended before its time it takes the actors with it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
