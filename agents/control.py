@@ -172,7 +172,7 @@ class Control:
     def values(self, critics: PyTree, observation: PyTree, action: jax.Array) -> jax.Array:
         """What all critics say of actions from -1 to 1, float32 `[C, B]`."""
         seen = self._seen(observation)
-        values: jax.Array = jax.vmap(lambda critic: self.critic.apply(critic, seen, action))(critics)
+        values: jax.Array = jax.vmap(lambda critic: self.critic.apply(critic, seen, action))(critics)  # type: ignore[assignment]
         return values
 
     def _seen(self, observation: PyTree) -> dict[str, jax.Array]:

@@ -41,3 +41,11 @@ def test_pendulum_is_swung_up(tmp_path: Path) -> None:
     result = tianji_jax.train(config, show=False)
     assert result.episode_return is not None
     assert result.episode_return > -300
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("agent", ["sac", "td3"])
+def test_pendulum_is_swung_up_from_replay(tmp_path: Path, agent: str, seed: int) -> None:
+    overrides = [f"run.directory={tmp_path}", f"run.seed={seed}", f"agent.name={agent}"]
+    result = tianji_jax.train(tianji_jax.load(CONFIGS / "pendulum_sac.yaml", overrides), show=False)
+    assert tianji_jax.evaluate(result.path, 50, greedy=True).mean.value >= -200

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +24,13 @@ from tianji_jax.testing import TrivialAgent, TrivialState
 from tianji_jax.types import Sample
 
 CAPACITY, MIN_SIZE = 2000, 100
+
+
+class Boundless(gymnasium.Env[np.ndarray, np.ndarray]):
+    """Takes any number."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (1,))
+    action_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,))
 
 
 class Counter(TrivialAgent):
@@ -234,3 +242,29 @@ def test_a_dqn_is_evaluated_and_exported(tmp_path: Path, spread: float) -> None:
     for greedy in (False, True):
         assert len(evaluate(path, 5, greedy=greedy).returns) == 5
         assert (export(path, greedy=greedy) / "policy.jax").is_file()
+
+
+@pytest.mark.parametrize("name", ["sac", "td3", "ddpg"])
+def test_a_control_policy_is_evaluated_and_exported(tmp_path: Path, name: str) -> None:
+    configured = config(
+        tmp_path,
+        environment={"name": "envpool:Pendulum-v1", "options": {}},
+        agent={"name": name, "network": {"hidden_sizes": [8]}},
+        replay={"prioritised": True, "gradient_steps": 2},
+    )
+    result, reports = train(configured)
+    assert values(reports, "learner/loss")
+    assert int(result.train_state.steps) == 2 * reports[-1]["learner_steps"]
+    evaluation = evaluate(result.path, 5, greedy=True)
+    assert (evaluation.returns < 0).all()
+    assert (export(result.path, greedy=name == "td3") / "policy.jax").is_file()
+
+
+def test_actions_without_bounds_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    configured = config(
+        tmp_path, environment={"name": "test_replay_learner:Boundless", "options": {}}, agent={"name": "sac"}
+    )
+    with pytest.raises(
+        ConfigError, match=r"'sac' and environment .*needs actions bounded on both sides; .* low=\(-inf"
+    ):
+        tianji_jax.train(configured, show=False)
