@@ -46,8 +46,6 @@ def test_pendulum_is_swung_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("agent", ["sac", "td3"])
 def test_pendulum_is_swung_up_from_replay(tmp_path: Path, agent: str, seed: int) -> None:
-    overrides = [f"run.directory={tmp_path}", f"run.seed={seed}"]
-    if agent == "td3":
-        overrides.append("agent={name: td3, learning_rate: 1e-3, network: {hidden_sizes: [64, 64]}}")
+    overrides = [f"run.directory={tmp_path}", f"run.seed={seed}", f"agent.name={agent}"]
     result = tianji_jax.train(tianji_jax.load(CONFIGS / "pendulum_sac.yaml", overrides), show=False)
     assert tianji_jax.evaluate(result.path, 50, greedy=True).mean.value >= -200
