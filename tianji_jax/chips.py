@@ -124,8 +124,8 @@ def wire_bytes(op: str, payload: float, devices: int) -> float:
       payload: bytes of what is reduced, gathered, scattered or exchanged: the larger of operand and result.
       devices: how many take part.
 
-    An all-reduce is a reduce-scatter and an all-gather, each of which sends all but the device's own part (Patarasuk and
-    Yuan 2009).
+    An all-reduce is a reduce-scatter and an all-gather, each of which sends all but the device's own part (Patarasuk
+    and Yuan 2009).
     """
     share = (devices - 1) / devices
     return payload * {"all-reduce": 2 * share, "collective-permute": float(devices > 1)}.get(op, share)

@@ -44,8 +44,8 @@ def measure(config: Config, topology: Topology | None) -> dict[str, Any]:
     blueprint = plan(config, World(0, hosts))
     if isinstance(blueprint.agent, ReplayAgent):
         raise ConfigError(
-            f"agent.name: {config.agent['name']} learns from replay; `tianji compile` is for agents that learn from each "
-            "trajectory as it comes, such as impala and ppo"
+            f"agent.name: {config.agent['name']} learns from replay; `tianji compile` is for agents that learn from "
+            "each trajectory as it comes, such as impala and ppo"
         )
     if hosts > 1 and config.balance.max_reuse:
         raise ConfigError(

@@ -194,7 +194,8 @@ def _rates(report: Mapping[str, Any]) -> Iterator[str]:
     yield f"  {_rate(steps)} environment steps/s ({_rate(report['frames_per_second'])} frames/s) from the actors"
     if hosts > 1:
         yield f"  {_rate(steps / hosts)} environment steps/s on each host"
-    yield f"  {_si(report['bytes_per_second_and_host'], 'B')}/s from {'each' if hosts > 1 else 'the'} host to its devices"
+    transfer = _si(report["bytes_per_second_and_host"], "B")
+    yield f"  {transfer}/s from {'each' if hosts > 1 else 'the'} host to its devices"
     if rate * SHORT > 1:
         yield "latencies do not count here: an update as short as this one takes longer"
 

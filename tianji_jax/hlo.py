@@ -207,7 +207,7 @@ def _of_instruction(module: _Module, computation: _Computation, instruction: _In
     if base in COLLECTIVES:
         result = sum(array.bytes for array in instruction.arrays)
         given = sum(array.bytes for array in _inputs(computation, _begun(computation, instruction)))
-        total.payload[base], total.collectives = max(result, given), 1
+        total.payload[base], total.collectives = int(max(result, given)), 1
     if op == "fusion":
         for name in instruction.called:
             inner = _of_computation(module, module[name])

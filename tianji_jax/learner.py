@@ -23,8 +23,8 @@ UPDATES_IN_FLIGHT = 2
 """Updates that may be dispatched and not yet finished: one runs, the next waits behind it on the device."""
 
 UPDATES_HELD = UPDATES_IN_FLIGHT + 2
-"""Updates whose batch and outputs stay on the devices: beside those in flight the one that the publisher has in hand, and
-the one that the learner waits to hand over."""
+"""Updates whose batch and outputs stay on the devices: beside those in flight the one that the publisher has in hand,
+and the one that the learner waits to hand over."""
 
 REUSE_POLL_SECONDS = 0.002
 """How often a starving learner looks whether it may use its batch again."""
