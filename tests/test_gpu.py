@@ -10,6 +10,8 @@ import pytest
 
 import tianji_jax
 from short_runs import cartpole_config, train
+from tianji_jax.chips import find_gpu
+from tianji_jax.cli import main
 from tianji_jax.parallel import actor_device, learner_devices
 
 
@@ -83,3 +85,13 @@ def test_the_transfer_of_the_next_batch_overlaps_the_update(tmp_path: Path) -> N
     assert any(
         begin < end_kernel and begin_kernel < end for begin, end in copies for begin_kernel, end_kernel in kernels
     )
+
+
+def test_the_update_is_compiled_and_measured_for_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(Path(__file__).parents[1] / "configs" / "cartpole_ppo.yaml")
+    assert main(["compile", path, "--topology", "gpu", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"]
+    assert found["flops"] > 0
+    if find_gpu(jax.devices("gpu")[0].device_kind) is not None:
+        assert found["updates_per_second"] > 0

@@ -33,7 +33,7 @@ class Chip:
     links: int = 1
 
 
-# Memory is what libtpu 0.0.42 lets a program have: the documentation's figure (32, 16, 95 and 32 GiB), less what the
+# Memory is what libtpu 0.0.42 lets a program have: the documented figure (32, 16, 95 GiB and 32 GB), less what the
 # runtime keeps for itself. Links: the documented bandwidth of a chip, over its ports and the two directions.
 TPUS = {
     "v4": Chip("TPU v4", 275e12, int(30.75 * GIB), 1200e9, 50e9, links=6),

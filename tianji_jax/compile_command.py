@@ -100,7 +100,7 @@ def _compiled_elsewhere(topology: str, path: str, overrides: list[str]) -> dict[
         check=False,
     )
     if done.returncode != 0:
-        print(done.stderr, file=sys.stderr, end="")
+        print(f"{done.stderr}\ntianji: the process that compiles ended with {done.returncode}", file=sys.stderr)
         raise SystemExit(FAILED)
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer
