@@ -1,7 +1,11 @@
 """Settings of JAX for all tests and the processes they start; they count only where JAX is imported after them."""
 
+import gc
 import os
 import tempfile
+from collections.abc import Iterator
+
+import pytest
 
 # Four virtual CPU devices.
 _FLAG = "--xla_force_host_platform_device_count"
@@ -16,3 +20,13 @@ _CACHE = {
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
 os.environ.update({name: value for name, value in _CACHE.items() if name not in os.environ})
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_programs() -> Iterator[None]:
+    """Programs of a module are dropped with it: a process that holds some thousands runs out of maps."""
+    yield
+    import jax
+
+    jax.clear_caches()
+    gc.collect()

@@ -274,6 +274,7 @@ def test_groups_fall_away_and_catch_up_and_survive_their_root(tmp_path: Path) ->
             assert command.process.wait(30) == 75, command.text()
 
 
+@pytest.mark.slow
 def test_the_end_of_all_is_the_end_of_each(tmp_path: Path) -> None:
     port = free_ports()
     (tmp_path / "c.yaml").write_text(to_yaml(group_config(tmp_path, port, run={"environment_steps": 6000})))

@@ -244,6 +244,7 @@ def test_a_dqn_is_evaluated_and_exported(tmp_path: Path, spread: float) -> None:
         assert (export(path, greedy=greedy) / "policy.jax").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sac", "td3"])
 def test_a_control_policy_is_evaluated_and_exported(tmp_path: Path, name: str) -> None:
     configured = config(

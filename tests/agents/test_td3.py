@@ -84,6 +84,7 @@ def test_one_step_of_sgd_follows_the_slopes_of_the_losses(agent: type[TD3]) -> N
             assert moved[index] - bias[index] == pytest.approx(-RATE * slope, rel=1e-2, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["pmap", "shard_map"])
 @pytest.mark.parametrize("before", [0, 1])
 def test_two_devices_learn_what_one_does(mode: str, before: int) -> None:
