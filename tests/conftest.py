@@ -7,11 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-# Four virtual CPU devices.
-_FLAG = "--xla_force_host_platform_device_count"
+# Four virtual CPU devices; and programs that run a few times are not worth LLVM's best, a third of the suite's time.
+_FLAGS = {"--xla_force_host_platform_device_count": "4", "--xla_llvm_disable_expensive_passes": "true"}
 
-if _FLAG not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}=4".strip()
+for _flag, _value in _FLAGS.items():
+    if _flag not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}={_value}".strip()
 
 # Most tests train something, many the same: each program is compiled once, also by processes of their own.
 _CACHE = {

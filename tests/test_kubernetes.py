@@ -168,7 +168,7 @@ def test_what_the_containers_run_is_understood_and_agrees(
         assert container["name"] == role
         for index in range(job(name, role)["parallelism"]):
             options = _parse(json.loads(run_container(container, tmp_path, index)))
-            assert options.command.__name__ == f"_{role}"
+            assert options.command.__name__ == role
             if role == "learner":
                 configs.append(configured(options))
                 assert options.coordinator is options.process is options.resume is None

@@ -92,7 +92,7 @@ def test_learners_start_everywhere_stop_and_go_on(hosts: Path, monkeypatch: pyte
     for words in first:
         options = _parse(words)
         config = configured(options)
-        assert options.command.__name__ == "_learner"
+        assert options.command.__name__ == "learner"
         assert options.resume is options.coordinator is options.process is None
         assert (config.run.directory / config.run.name, config.security.keys) == (Path("runs/r"), Path("keys"))
         assert config.agent["network"]["hidden_sizes"] == [16]
