@@ -194,14 +194,15 @@ class ActorCriticNetwork(nn.Module):
 
 
 class QNetwork(nn.Module):
-    """Values of all actions from observations.
+    """Quantiles of the returns of all actions, and the next recurrent state, from observations.
 
     Attributes:
       config: of the network.
       torsos: the torso of each observation, by name.
       num_actions: how many.
       dueling: a value, and an advantage for each action whose mean over the actions is zero (Wang et al. 2016,
-        equation 9), in place of the values themselves.
+        equation 9), in place of the values themselves; for each quantile.
+      quantiles: of the return of each action; a single one is its value.
       in_loop: as in `ActorCriticNetwork`.
     """
 
@@ -209,17 +210,23 @@ class QNetwork(nn.Module):
     torsos: tuple[tuple[str, Torso], ...]
     num_actions: int
     dueling: bool
+    quantiles: int = 1
     in_loop: bool = False
 
     @nn.compact
-    def __call__(self, observation: dict[str, jax.Array], is_first: jax.Array) -> jax.Array:
-        """Values float32 `[B, num_actions]` of observations `[B, ...]`; `is_first` bool `[B]`."""
-        x, _ = Trunk(self.config, self.torsos, self.in_loop, name="trunk")(observation, is_first, ())
-        q = nn.Dense(self.num_actions, kernel_init=orthogonal(1.0), name="action_head")(x)
+    def __call__(
+        self, observation: dict[str, jax.Array], is_first: jax.Array, state: PyTree
+    ) -> tuple[jax.Array, PyTree]:
+        """Run one step or an unroll, as `ActorCriticNetwork`; float32 `[..., num_actions, quantiles]`, next state."""
+        trunk = Trunk(self.config, self.torsos, self.in_loop, name="trunk")
+        x, core_state = trunk(observation, is_first, state[0] if state else ())
+        next_state = (core_state,) if state else ()
+        q = nn.Dense(self.num_actions * self.quantiles, kernel_init=orthogonal(1.0), name="action_head")(x)
+        q = q.reshape(*is_first.shape, self.num_actions, self.quantiles)
         if not self.dueling:
-            return q
-        value = nn.Dense(1, kernel_init=orthogonal(1.0), name="value_head")(x)
-        return value + q - jnp.mean(q, axis=-1, keepdims=True)
+            return q, next_state
+        value = nn.Dense(self.quantiles, kernel_init=orthogonal(1.0), name="value_head")(x)
+        return value[..., None, :] + q - jnp.mean(q, axis=-2, keepdims=True), next_state
 
 
 class Trunk(nn.Module):

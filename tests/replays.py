@@ -11,7 +11,7 @@ from tianji_jax.device_queue import Shard
 from tianji_jax.parallel import Parallel, Places
 from tianji_jax.replay import Place, Replay
 from tianji_jax.replay_config import ReplayConfig
-from tianji_jax.types import ArraySpec, DiscreteActions, EnvSpec, Sample, Trajectory, trajectory_spec
+from tianji_jax.types import ArraySpec, DiscreteActions, EnvSpec, Trajectory, trajectory_spec
 
 
 class Transition(NamedTuple):
@@ -23,7 +23,14 @@ class Transition(NamedTuple):
 
 
 def random_shard(
-    rng: np.random.Generator, steps: int, rows: int, first: int, version: int = 0, pixels: int = 1
+    rng: np.random.Generator,
+    steps: int,
+    rows: int,
+    first: int,
+    *,
+    version: int = 0,
+    pixels: int = 1,
+    recurrent: bool = False,
 ) -> Shard:
     """Unrolls in the midst of episodes: each ends with a chance of 1 in 4, in one of both ways, and resets then."""
     done = np.zeros((steps, rows), bool)
@@ -45,7 +52,7 @@ def random_shard(
         truncated=done & ~terminated,
         valid=valid,
         extras={},
-        state=(),
+        state={"carry": -numbers[0]} if recurrent else (),
     )
     return Shard(trajectory, np.full(rows, version, np.int32))
 
@@ -89,7 +96,9 @@ class Rig:
         self.parallel = Parallel(jax.devices()[:devices], mode)
         observation = {"number": ArraySpec((), np.float32), "pixel": ArraySpec((pixels,), np.uint8)}
         env_spec = EnvSpec("numbers", observation, DiscreteActions(5))
-        self.shard_spec = Shard(trajectory_spec(env_spec, steps, rows, {}, ()), ArraySpec((rows,), np.int32))
+        state_spec = {"carry": ArraySpec((), np.float32)} if spec.unrolls else ()
+        trajectory = trajectory_spec(env_spec, steps, rows, {}, state_spec)
+        self.shard_spec = Shard(trajectory, ArraySpec((rows,), np.int32))
         self.replay = replay = Replay(config, spec, self.shard_spec, devices)
         number = jax.ShapeDtypeStruct((), np.int32)
         state = replay.state_spec
@@ -126,8 +135,8 @@ class Rig:
         """One shard for each device."""
         (self.held,) = self._insert(self.held, self.parallel.shard(shards))
 
-    def sample(self, version: int = 0) -> tuple[Sample, Place]:
-        """The next draw, NumPy arrays `[D, S]`."""
+    def sample(self, version: int = 0) -> tuple[Any, Place]:
+        """The next draw, a `Sample` or `SampledUnrolls` of NumPy arrays `[D, ...]`."""
         self._draws += 1
         seed, now = self.parallel.replicate((np.int32(self._draws), np.int32(version)))
         return jax.device_get(self._sample(seed, now, self.held))

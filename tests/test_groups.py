@@ -165,6 +165,7 @@ def test_another_configuration_is_refused_and_the_difference_named(tmp_path: Pat
         ("ppo", "CartPole-v1", {"normalise_observations": True, "normalise_rewards": True}),
         ("impala", "CartPole-v1", {"network": {"recurrence": "lstm"}}),
         ("dqn", "CartPole-v1", {}),
+        ("r2d2", "CartPole-v1", {}),
         ("sac", "Pendulum-v1", {}),
         ("td3", "Pendulum-v1", {}),
         ("ddpg", "Pendulum-v1", {}),

@@ -82,7 +82,7 @@ def test_with_less_tolerance_than_the_least_both_may_wait_forever(ratio: float, 
 
 def test_the_tolerance_of_a_configuration() -> None:
     config = ReplayConfig(samples_per_insert=2.0, min_size=100, batch_size=32, gradient_steps=2)
-    limiter = RateLimiter.of(config, 50)  # one insert and one update: 2 x 50 + 64
+    limiter = RateLimiter.of(config, 50, 64)  # one insert and one update: 2 x 50 + 64
     limiter.insert(100)
     assert limiter.samples_per_insert == 0
     assert limiter.can_insert(82)
@@ -92,7 +92,7 @@ def test_the_tolerance_of_a_configuration() -> None:
     assert not limiter.can_sample(265)
     limiter.sample(64)
     assert limiter.samples_per_insert == 64 / 50
-    assert RateLimiter.of(config.model_copy(update={"tolerance": 100.0}), 50).can_insert(150)
+    assert RateLimiter.of(config.model_copy(update={"tolerance": 100.0}), 50, 64).can_insert(150)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_the_tolerance_of_a_configuration() -> None:
     ],
 )
 def test_settings_that_do_not_fit_are_told(settings: dict[str, float], message: str) -> None:
-    problem = ReplayConfig(**settings).problem(100)
+    problem = ReplayConfig(**settings).problem(100, 128)
     assert problem is not None
     assert re.search(message, problem)
-    assert ReplayConfig(tolerance=800.0).problem(100) is None
+    assert ReplayConfig(tolerance=800.0).problem(100, 128) is None

@@ -33,7 +33,8 @@ def filled(rig: Rig, inserts: int, seed: int = 0) -> tuple[Rig, list[list[Any]]]
     rng, inserted = np.random.default_rng(seed), []
     for index in range(inserts):
         numbers = [(index * 4 + device) * (T + 1) * ROWS for device in rig.range]
-        inserted.append([random_shard(rng, T, ROWS, first, version=index) for first in numbers])
+        recurrent = rig.replay.spec.unrolls
+        inserted.append([random_shard(rng, T, ROWS, n, version=index, recurrent=recurrent) for n in numbers])
         rig.insert(*inserted[-1])
     return rig, inserted
 
@@ -65,6 +66,69 @@ def test_every_valid_step_is_drawn_with_the_return_that_playing_on_gives(
     assert {number for number, _ in found} == expected.keys()
     for number, transition in found:
         np.testing.assert_allclose(transition, expected[number], rtol=1e-5, atol=1e-6)
+
+
+@MODES
+@DEVICES
+@pytest.mark.parametrize("inserts", [2, 7], ids=["not full", "wrapped"])
+def test_unrolls_are_drawn_as_they_were_inserted(devices: int, mode: str, inserts: int) -> None:
+    slots = 4
+    settings = config(capacity=slots * devices * ROWS * T)
+    rig, inserted = filled(Rig(devices, settings, ReplaySpec(unrolls=True), mode=mode), inserts)
+    assert rig.replay.samples_per_update == 32 * T
+    expected = {
+        float(shard.trajectory.observation["number"][0, row]): (index, shard.trajectory, row)
+        for index, shards in list(enumerate(inserted))[-slots:]
+        for shard in shards
+        for row in range(ROWS)
+        if shard.trajectory.valid[:, row].any()
+    }
+    found = set()
+    for _ in range(20):
+        sample, _ = rig.sample(version=9)
+        assert (sample.weight == 1).all()
+        for device, s in np.ndindex(sample.age.shape):
+            drawn = jax.tree.map(lambda x: x[device], sample.trajectory)  # noqa: B023
+            number = float(drawn.observation["number"][0, s])
+            index, trajectory, row = expected[number]
+            assert sample.age[device, s] == 9 - index
+            assert drawn.state["carry"][s] == trajectory.state["carry"][row]
+            drawn, trajectory = drawn._replace(state=()), trajectory._replace(state=())
+            jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[:, s], b[:, row]), drawn, trajectory)  # noqa: B023
+            found.add(number)
+    assert found == expected.keys()
+
+
+@DEVICES
+def test_unrolls_are_drawn_by_priority_and_weighted_against_it(devices: int) -> None:
+    settings = config(capacity=4 * devices * ROWS * T, prioritised=True, alpha=1.0, beta=0.5)
+    rig, inserted = filled(Rig(devices, settings, ReplaySpec(unrolls=True)), 4)
+    given: set[float] = set()
+    while len(given) < np.sum(rig.held.entries):
+        sample, place = rig.sample()
+        first = sample.trajectory.observation["number"][:, 0]
+        rig.reprioritise(place, priorities_of(first).astype(np.float32))
+        given.update(first.flat)
+    of_device = [
+        [n for shards in inserted for n in shards[d].trajectory.observation["number"][0] if n in given]
+        for d in rig.range
+    ]
+    probability: dict[float, float] = {}
+    for numbers in of_device:
+        powers = priorities_of(np.array(numbers))
+        probability |= dict(zip(numbers, powers / powers.sum() / devices, strict=True))
+    counts: Counter[float] = Counter()
+    for _ in range(200):
+        sample, _ = rig.sample()
+        numbers = sample.trajectory.observation["number"][:, 0]
+        counts.update(numbers.flat)
+        weights = (len(probability) * np.vectorize(probability.__getitem__)(numbers)) ** -0.5
+        np.testing.assert_allclose(sample.weight, weights / weights.max(), rtol=1e-3)
+    observed = np.array([counts[number] for number in probability])
+    expected = np.array(list(probability.values())) * counts.total()
+    statistic = np.sum((observed - expected) ** 2 / np.maximum(expected, 1))
+    assert stats.chi2.sf(statistic, len(expected) - 1) > 1e-3
+    assert observed.max() > 3 * observed.min()
 
 
 def test_rewards_are_clipped_one_by_one() -> None:
@@ -104,7 +168,7 @@ def priorities_of(numbers: np.ndarray) -> np.ndarray:
 def prioritised(rig: Rig) -> None:
     """Draw until every step has been given its priority."""
     given: set[float] = set()
-    while len(given) < np.sum(rig.held.steps):
+    while len(given) < np.sum(rig.held.entries):
         sample, place = rig.sample()
         given.update(sample.observation["number"].flat)
         rig.reprioritise(place, priorities_of(sample.observation["number"]).astype(np.float32))
@@ -178,7 +242,7 @@ def test_new_steps_get_the_largest_priority_of_all_devices() -> None:
     priority[2, 0] = -7.0  # its absolute value counts
     rig.reprioritise(place, priority)
     rig.insert(*(random_shard(np.random.default_rng(1), T, ROWS, 0) for _ in rig.range))
-    mass, steps = np.asarray(rig.held.mass), np.asarray(rig.held.steps)
+    mass, steps = np.asarray(rig.held.mass), np.asarray(rig.held.entries)
     for device in rig.range:
         new = mass[device, :, 1]
         np.testing.assert_allclose(new[new > 0], 7.0, rtol=1e-5)
@@ -293,4 +357,4 @@ def test_what_cannot_be_divided_or_is_too_long_is_refused() -> None:
 def test_capacity_is_a_whole_number_of_inserts() -> None:
     rig = Rig(1, config(capacity=5 * ROWS * T - 1), ReplaySpec())
     assert rig.replay.capacity == 4 * ROWS * T
-    assert jnp.shape(rig.held.steps) == (1, ROWS, 4)
+    assert jnp.shape(rig.held.entries) == (1, ROWS, 4)

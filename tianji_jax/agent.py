@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from pydantic import BaseModel, ConfigDict
 
-from tianji_jax.types import Batch, EnvSpec, PyTree, Sample
+from tianji_jax.types import Batch, EnvSpec, PyTree
 
 Metrics: TypeAlias = dict[str, jax.Array]
 """Named float32 scalars of one update; averaged over devices before they are reported."""
@@ -127,11 +127,13 @@ class ReplaySpec(NamedTuple):
       n_step: rewards summed in a return, fewer where the episode or the unroll ends sooner.
       discount: of each further step.
       reward_clip: rewards are clipped to plus or minus this; None for no clipping.
+      unrolls: whole unrolls are drawn, as `SampledUnrolls`, in place of transitions; nothing is summed or clipped.
     """
 
     n_step: int = 1
     discount: float = 0.99
     reward_clip: float | None = None
+    unrolls: bool = False
 
 
 @runtime_checkable
@@ -145,19 +147,19 @@ class ReplayAgent(Protocol):
     replay: ReplaySpec
 
     def learn(
-        self, train_state: PyTree, sample: Sample, rng: jax.Array, axis_name: str
+        self, train_state: PyTree, sample: Any, rng: jax.Array, axis_name: str
     ) -> tuple[PyTree, Metrics, jax.Array]:
         """One gradient step on one device's part of a sample; the training state must be the same on every device.
 
         Args:
           train_state: the same on every device.
-          sample: this device's.
+          sample: this device's, a `Sample`, or `SampledUnrolls` where `replay` asks for these.
           rng: a key of this step, different on every device.
           axis_name: the axis to average over with `jax.lax.pmean`.
 
         Returns:
           The next training state, metrics, and priorities float32 `[S]`, such as temporal differences: their absolute
-          values decide how often these steps are drawn, where `replay.prioritised` is set.
+          values decide how often these steps or unrolls are drawn, where `replay.prioritised` is set.
         """
 
 

@@ -21,6 +21,7 @@ AGENTS = {
     "ppo": "tianji_jax.agents.ppo:PPO",
     "impala": "tianji_jax.agents.impala:IMPALA",
     "dqn": "tianji_jax.agents.dqn:DQN",
+    "r2d2": "tianji_jax.agents.r2d2:R2D2",
     "sac": "tianji_jax.agents.sac:SAC",
     "td3": "tianji_jax.agents.td3:TD3",
     "ddpg": "tianji_jax.agents.td3:DDPG",
@@ -396,5 +397,4 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def _dump(cls: type[Any], settings: Any) -> dict[str, Any]:
-    dumped: dict[str, Any] = TypeAdapter(cls).dump_python(settings, mode="json")
-    return dumped
+    return TypeAdapter(cls).dump_python(settings, mode="json")

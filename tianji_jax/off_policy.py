@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from tianji_jax.agent import ReplayAgent
+from tianji_jax.agent import ReplayAgent, ReplaySpec
 from tianji_jax.ballot import Ballot
 from tianji_jax.blueprint import Blueprint
 from tianji_jax.checkpoint import Saved, restore_contents
@@ -28,11 +28,11 @@ class OffPolicy:
 
     def __init__(self, blueprint: Blueprint, parallel: Parallel, state: PyTree, shard: Shard) -> None:
         config, agent = blueprint.config, blueprint.agent
-        _check(config, blueprint.world.alone)
         assert isinstance(agent, ReplayAgent)
+        _check(config, agent.replay, blueprint.world.alone)
         self._replay = Replay(config.replay, agent.replay, shard, parallel.num_devices)
         self._replay.check_memory(parallel.local[0])
-        self._limiter = RateLimiter.of(config.replay, config.steps_per_update)
+        self._limiter = RateLimiter.of(config.replay, config.steps_per_update, self._replay.samples_per_update)
         self._config = config.replay
         self._from: tuple[Path, Saved] | None = None
         self._learner: ReplayLearner
@@ -93,13 +93,14 @@ class OffPolicy:
         return jax.tree.unflatten(treedef, found[:-1])
 
 
-def _check(config: Config, alone: bool) -> None:
+def _check(config: Config, spec: ReplaySpec, alone: bool) -> None:
     """
     Raises:
       ConfigError: settings do not go with replay.
     """
     name = config.agent["name"]
-    problem = config.replay.problem(config.steps_per_update)
+    steps_per_draw = config.actors.unroll_length if spec.unrolls else 1
+    problem = config.replay.problem(config.steps_per_update, config.replay.samples_per_update(steps_per_draw))
     if config.run.deterministic:
         problem = f"run.deterministic: lock-step is for agents that learn as trajectories come; {name} has a replay"
     elif config.balance.max_reuse:

@@ -33,16 +33,17 @@ class RateLimiter:
         self.sampled = 0
 
     @classmethod
-    def of(cls, config: ReplayConfig, steps_per_insert: int) -> "RateLimiter":
+    def of(cls, config: ReplayConfig, steps_per_insert: int, samples_per_update: int) -> "RateLimiter":
         """The one a configuration asks for.
 
         Args:
           config: of the replay.
           steps_per_insert: at most so many are inserted at once.
+          samples_per_update: so many are drawn at once.
         """
         tolerance = config.tolerance
         if tolerance is None:
-            tolerance = config.samples_per_insert * steps_per_insert + config.samples_per_update
+            tolerance = config.samples_per_insert * steps_per_insert + samples_per_update
         return cls(config.samples_per_insert, config.min_size, tolerance)
 
     @property

@@ -3,7 +3,7 @@
 The unit is the unroll: what one environment did in one trajectory, `T` steps and the observation after them. A batch's
 environments come from other actors each time, so that unrolls which lie side by side have nothing to do with each
 other; nothing here looks beyond one. So no transition reaches over the write head, a gap, or from one actor to
-another, and `T + 1` observations are stored for `T` steps.
+another, and `T + 1` observations are stored for `T` steps. Agents draw transitions, or whole unrolls.
 
 Unrolls lie in a trajectory buffer of flashbax whose time axis has one unroll per entry. What is drawn from it is
 decided here: flashbax draws reset steps too, and its sum tree adds differences to float32 sums, which drift (after 5
@@ -24,7 +24,7 @@ from tianji_jax.agent import ReplaySpec
 from tianji_jax.config import ConfigError
 from tianji_jax.device_queue import Shard
 from tianji_jax.replay_config import ReplayConfig
-from tianji_jax.types import DATA_AXIS, ArraySpec, PyTree, Sample, Trajectory
+from tianji_jax.types import DATA_AXIS, ArraySpec, PyTree, Sample, SampledUnrolls, Trajectory
 
 SMALLEST_PRIORITY = 1e-6
 """Added to every priority, so that each step can be drawn again (Schaul et al. 2016, section 3.3)."""
@@ -35,25 +35,27 @@ class ReplayState(NamedTuple):
 
     Attributes:
       buffer: of flashbax; its experience is a `Shard` with leaves `[b, C, ...]`, steps after these.
-      steps: int32 `[b, C]`; the valid steps of each unroll, 0 where there is none yet.
-      mass: float32 `[b, C, T]`; what each step is drawn in proportion to, 0 where invalid; `()` if not prioritised.
+      entries: int32 `[b, C]`; what can be drawn of each unroll: its valid steps, or 1 where unrolls are drawn and it
+        has any; 0 where there is no unroll yet.
+      mass: float32 `[b, C, E]`; what each entry is drawn in proportion to, 0 where invalid; `E` is `T`, or 1 where
+        unrolls are drawn; `()` if not prioritised.
       unroll_mass: float32 `[b, C]`; its sum over each unroll; `()` if not prioritised.
-      largest_mass: float32 scalar; the largest so far on any device, which new steps get; `()` if not prioritised.
+      largest_mass: float32 scalar; the largest so far on any device, which new entries get; `()` if not prioritised.
     """
 
     buffer: Any
-    steps: jax.Array
+    entries: jax.Array
     mass: PyTree
     unroll_mass: PyTree
     largest_mass: PyTree
 
 
 class Place(NamedTuple):
-    """Where sampled steps lie, int32 `[S]` each: `[row, slot, step]`; and the mass they were drawn with, `[S]`."""
+    """Where sampled entries lie, int32 `[S]` each: `[row, slot, entry]`; and the mass they were drawn with, `[S]`."""
 
     row: jax.Array
     slot: jax.Array
-    step: jax.Array
+    entry: jax.Array
     mass: jax.Array
 
 
@@ -77,7 +79,7 @@ class Replay:
                 f"replay.batch_size: {config.batch_size} samples cannot be divided among {devices} devices; make it a "
                 f"multiple of {devices}"
             )
-        if spec.n_step > self.unroll_length:
+        if not spec.unrolls and spec.n_step > self.unroll_length:
             raise ConfigError(
                 f"returns over {spec.n_step} steps do not fit into actors.unroll_length={self.unroll_length}: make "
                 "that longer or agent.n_step smaller"
@@ -87,6 +89,7 @@ class Replay:
         self.slots = config.capacity // self.steps_per_insert
         self.capacity = self.slots * self.steps_per_insert
         self.batch_size = config.batch_size // devices
+        self.samples_per_update = config.samples_per_update(self.unroll_length if spec.unrolls else 1)
         self._buffer = flashbax.make_trajectory_buffer(
             add_batch_size=self.rows,
             sample_batch_size=1,
@@ -124,17 +127,18 @@ class Replay:
         unroll = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._unroll)
         # Its index is made from a Python number, whose weak type would have programs traced twice.
         buffer = jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype), self._buffer.init(unroll))
-        steps = jnp.zeros((self.rows, self.slots), jnp.int32)
+        entries = jnp.zeros((self.rows, self.slots), jnp.int32)
         if not self.config.prioritised:
-            return ReplayState(buffer, steps, (), (), ())
-        mass = jnp.zeros((*steps.shape, self.unroll_length), jnp.float32)
-        return ReplayState(buffer, steps, mass, mass[..., 0], jnp.ones((), jnp.float32))
+            return ReplayState(buffer, entries, (), (), ())
+        mass = jnp.zeros((*entries.shape, 1 if self.spec.unrolls else self.unroll_length), jnp.float32)
+        return ReplayState(buffer, entries, mass, mass[..., 0], jnp.ones((), jnp.float32))
 
     def insert(self, state: ReplayState, shard: Shard) -> ReplayState:
-        """Put one unroll into each row, in place of the oldest; their steps get the largest priority so far."""
-        slot, valid = state.buffer.current_index, shard.trajectory.valid.T
+        """Put one unroll into each row, in place of the oldest; what can be drawn gets the largest priority so far."""
+        slot, valid = state.buffer.current_index, self._entries(shard.trajectory.valid.T)
         buffer = self._buffer.add(state.buffer, _by_row(shard))
-        state = state._replace(buffer=buffer, steps=state.steps.at[:, slot].set(jnp.sum(valid, -1, dtype=jnp.int32)))
+        entries = state.entries.at[:, slot].set(jnp.sum(valid, -1, dtype=jnp.int32))
+        state = state._replace(buffer=buffer, entries=entries)
         if not self.config.prioritised:
             return state
         mass = jnp.where(valid, state.largest_mass, 0.0)
@@ -142,8 +146,8 @@ class Replay:
             mass=state.mass.at[:, slot].set(mass), unroll_mass=state.unroll_mass.at[:, slot].set(jnp.sum(mass, -1))
         )
 
-    def sample(self, state: ReplayState, rng: jax.Array, version: jax.Array) -> tuple[Sample, Place]:
-        """Draw `batch_size / D` transitions, in strata (Schaul et al. 2016, appendix B.2.1).
+    def sample(self, state: ReplayState, rng: jax.Array, version: jax.Array) -> tuple[Sample | SampledUnrolls, Place]:
+        """Draw `batch_size / D` transitions or unrolls, in strata (Schaul et al. 2016, appendix B.2.1).
 
         Args:
           state: of this device.
@@ -152,42 +156,34 @@ class Replay:
         """
         place, count = self._draw(state, rng, version)
         experience = state.buffer.experience
-        # Invalid steps are never drawn, unless there are no others or a sum was rounded: those do not count.
+        # Invalid entries are never drawn, unless there are no others or a sum was rounded: those do not count.
         drawn = place.mass > 0
         weight = self._weight(place, count, version) if self.config.prioritised else jnp.asarray(drawn, jnp.float32)
-        reward, discount, length = self._returns(experience.trajectory, place)
-        row, slot, step, _ = place
-        observation = experience.trajectory.observation
-        sample = Sample(
-            observation=jax.tree.map(lambda x: x[row, slot, step], observation),
-            action=experience.trajectory.action[row, slot, step],
-            reward=reward,
-            discount=discount,
-            next_observation=jax.tree.map(lambda x: x[row, slot, step + length], observation),
-            weight=weight,
-            age=version - experience.policy_version[row, slot],
-        )
-        return sample, place
+        age = version - experience.policy_version[place.row, place.slot]
+        if self.spec.unrolls:
+            return SampledUnrolls(_unrolls(experience.trajectory, place), weight, age), place
+        return self._transitions(experience.trajectory, place, weight, age), place
 
     def reprioritise(self, state: ReplayState, place: Place, priority: jax.Array) -> ReplayState:
-        """Give sampled steps the priorities `[S]` that the agent found, such as absolute temporal differences."""
+        """Give what was drawn the priorities `[S]` that the agent found, such as absolute temporal differences."""
         if not self.config.prioritised:
             return state
-        row, slot, step, before = place
+        row, slot, entry, before = place
         mass = (jnp.abs(priority) + SMALLEST_PRIORITY) ** self.config.alpha
         # What was never to be drawn stays so; what is not finite stays as it was.
         mass = jnp.where((before > 0) & jnp.isfinite(mass), mass, before)
-        masses = state.mass.at[row, slot, step].set(mass)
+        masses = state.mass.at[row, slot, entry].set(mass)
         unroll_mass = state.unroll_mass.at[row, slot].set(jnp.sum(masses[row, slot], -1))
         largest = jnp.maximum(state.largest_mass, jax.lax.pmax(jnp.max(mass), DATA_AXIS))
         return state._replace(mass=masses, unroll_mass=unroll_mass, largest_mass=largest)
 
     def _draw(self, state: ReplayState, rng: jax.Array, version: jax.Array) -> tuple[Place, "_Count"]:
-        rng_unroll, rng_step = jax.random.split(rng)
-        steps, mass = state.steps, state.unroll_mass if self.config.prioritised else state.steps.astype(jnp.float32)
+        rng_unroll, rng_entry = jax.random.split(rng)
+        entries = state.entries
+        mass = state.unroll_mass if self.config.prioritised else entries.astype(jnp.float32)
         if self.config.max_lag is not None:
             young = version - state.buffer.experience.policy_version <= self.config.max_lag
-            steps, mass = jnp.where(young, steps, 0), jnp.where(young, mass, 0.0)
+            entries, mass = jnp.where(young, entries, 0), jnp.where(young, mass, 0.0)
         upto = jnp.cumsum(mass.reshape(-1))
         # One in each of so many equal parts of the whole.
         part = (jnp.arange(self.batch_size) + jax.random.uniform(rng_unroll, (self.batch_size,))) / self.batch_size
@@ -196,13 +192,17 @@ class Replay:
         if self.config.prioritised:
             within = state.mass[row, slot]
         else:
-            within = state.buffer.experience.trajectory.valid[row, slot].astype(jnp.float32)
-        upto_step = jnp.cumsum(within, -1)
-        at = jax.random.uniform(rng_step, (self.batch_size, 1)) * upto_step[:, -1:]
-        step = jnp.minimum(jnp.sum(upto_step <= at, -1), self.unroll_length - 1)
-        chosen = jnp.take_along_axis(within, step[:, None], -1)[:, 0]
+            within = self._entries(state.buffer.experience.trajectory.valid[row, slot]).astype(jnp.float32)
+        upto_entry = jnp.cumsum(within, -1)
+        at = jax.random.uniform(rng_entry, (self.batch_size, 1)) * upto_entry[:, -1:]
+        entry = jnp.minimum(jnp.sum(upto_entry <= at, -1), within.shape[-1] - 1)
+        chosen = jnp.take_along_axis(within, entry[:, None], -1)[:, 0]
         chosen = jnp.where(mass[row, slot] > 0, chosen, 0.0)
-        return Place(row, slot, step, chosen), _Count(jnp.sum(steps), upto[-1])
+        return Place(row, slot, entry, chosen), _Count(jnp.sum(entries), upto[-1])
+
+    def _entries(self, valid: jax.Array) -> jax.Array:
+        """What can be drawn of unrolls, bool `[..., E]`; from their valid steps `[..., T]`."""
+        return jnp.any(valid, -1, keepdims=True) if self.spec.unrolls else valid
 
     def _weight(self, place: Place, count: "_Count", version: jax.Array) -> jax.Array:
         """Importance weights `(N P(i)) ** -beta`, the largest of all devices 1 (Schaul et al. 2016, section 3.4)."""
@@ -213,9 +213,22 @@ class Replay:
         drawn = place.mass > 0
         # Each device draws as many: with a chance of 1 in D a sample is of this one.
         probability = place.mass / (count.mass * self.devices)
-        number = jax.lax.psum(count.steps.astype(jnp.float32), DATA_AXIS)
+        number = jax.lax.psum(count.entries.astype(jnp.float32), DATA_AXIS)
         weight = jnp.where(drawn, (number * jnp.where(drawn, probability, 1.0)) ** -beta, 0.0)
         return weight / jnp.maximum(jax.lax.pmax(jnp.max(weight), DATA_AXIS), jnp.finfo(jnp.float32).tiny)
+
+    def _transitions(self, trajectory: Trajectory, place: Place, weight: jax.Array, age: jax.Array) -> Sample:
+        reward, discount, length = self._returns(trajectory, place)
+        row, slot, step, _ = place
+        return Sample(
+            observation=jax.tree.map(lambda x: x[row, slot, step], trajectory.observation),
+            action=trajectory.action[row, slot, step],
+            reward=reward,
+            discount=discount,
+            next_observation=jax.tree.map(lambda x: x[row, slot, step + length], trajectory.observation),
+            weight=weight,
+            age=age,
+        )
 
     def _returns(self, trajectory: Trajectory, place: Place) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Sum of discounted rewards over up to `n` steps, discount of what follows, and how many steps: `[S]` each.
@@ -224,7 +237,7 @@ class Replay:
         within the unroll.
         """
         spec = self.spec
-        later = place.step[:, None] + jnp.arange(spec.n_step)
+        later = place.entry[:, None] + jnp.arange(spec.n_step)
         at = (place.row[:, None], place.slot[:, None], jnp.minimum(later, self.unroll_length - 1))
         reward, terminated = trajectory.reward[at], trajectory.terminated[at]
         valid = trajectory.valid[at] & (later < self.unroll_length)
@@ -240,9 +253,9 @@ class Replay:
 
 
 class _Count(NamedTuple):
-    """On this device: steps that can be drawn, and their mass."""
+    """On this device: how much can be drawn, and its mass."""
 
-    steps: jax.Array
+    entries: jax.Array
     mass: jax.Array
 
 
@@ -256,6 +269,13 @@ def _by_row(shard: Shard) -> Shard:
     moved = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0)[:, None], trajectory._replace(state=()))
     moved = moved._replace(state=jax.tree.map(lambda x: x[:, None], trajectory.state))
     return Shard(moved, shard.policy_version[:, None])
+
+
+def _unrolls(trajectory: Trajectory, place: Place) -> Trajectory:
+    """Those that were drawn, time-major as they came."""
+    drawn = jax.tree.map(lambda x: x[place.row, place.slot], trajectory)
+    moved: Trajectory = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), drawn._replace(state=()))
+    return moved._replace(state=drawn.state)
 
 
 def _free_memory(device: jax.Device) -> int:

@@ -13,7 +13,11 @@ class ReplayConfig(BaseModel):
 
     capacity: int = Field(100_000, ge=1, description="steps held on all devices together; the oldest go first")
     min_size: int = Field(1_000, ge=1, description="steps inserted before the first update, also after a resume")
-    batch_size: int = Field(128, ge=1, description="transitions drawn for a gradient step, over all devices")
+    batch_size: int = Field(
+        128,
+        ge=1,
+        description="transitions, or unrolls if the agent is recurrent, drawn for a gradient step, on all devices",
+    )
     gradient_steps: int = Field(
         1, ge=1, description="gradient steps in one update: one program, which makes one policy version"
     )
@@ -37,16 +41,20 @@ class ReplayConfig(BaseModel):
     )
     save: bool = Field(False, description="save what it holds with each checkpoint; it begins empty otherwise")
 
-    @property
-    def samples_per_update(self) -> int:
-        """Transitions drawn in one update, over all devices."""
-        return self.batch_size * self.gradient_steps
+    def samples_per_update(self, steps_per_draw: int) -> int:
+        """Steps drawn in one update, over all devices.
 
-    def problem(self, steps_per_insert: int) -> str | None:
+        Args:
+          steps_per_draw: 1 where transitions are drawn, the steps of an unroll where these are.
+        """
+        return self.batch_size * self.gradient_steps * steps_per_draw
+
+    def problem(self, steps_per_insert: int, samples_per_update: int) -> str | None:
         """What does not fit together, in words; None when all does.
 
         Args:
           steps_per_insert: at most so many are inserted at once.
+          samples_per_update: so many are drawn at once.
         """
         if self.capacity < steps_per_insert:
             return (
@@ -55,12 +63,12 @@ class ReplayConfig(BaseModel):
             )
         if self.min_size > self.capacity:
             return f"replay.min_size ({self.min_size:,}) must not exceed replay.capacity ({self.capacity:,})"
-        least = least_tolerance(self.samples_per_insert, steps_per_insert, self.samples_per_update)
+        least = least_tolerance(self.samples_per_insert, steps_per_insert, samples_per_update)
         if self.tolerance is not None and self.tolerance < least:
             return (
                 f"replay.tolerance is {self.tolerance:g} samples, with which learner and actors would wait for each "
                 f"other forever: an insert of {steps_per_insert:,} steps and an update of "
-                f"{self.samples_per_update:,} samples need {least:g} or more"
+                f"{samples_per_update:,} samples need {least:g} or more"
             )
         return None
 

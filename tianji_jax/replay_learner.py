@@ -15,7 +15,7 @@ from tianji_jax.parallel import Places
 from tianji_jax.rate_limiter import RateLimiter
 from tianji_jax.receiver import Pipeline
 from tianji_jax.replay import Replay, ReplayState
-from tianji_jax.types import DATA_AXIS, PyTree, Sample
+from tianji_jax.types import DATA_AXIS, PyTree, Sample, SampledUnrolls
 from tianji_jax.worker import POLL_SECONDS
 
 INSERT = Places(arguments=(True, True), results=(True,))
@@ -85,7 +85,7 @@ def _gradient_step(
     return (train_state, held, jnp.where(good, 0, bad + 1)), metrics
 
 
-def _mean_age(sample: Sample) -> jax.Array:
+def _mean_age(sample: Sample | SampledUnrolls) -> jax.Array:
     """Of what was drawn on all devices; not a number where nothing could be."""
     drawn = sample.weight > 0
     ages, count = jax.lax.psum((jnp.sum(jnp.where(drawn, sample.age, 0)), jnp.sum(drawn)), DATA_AXIS)
@@ -144,7 +144,7 @@ class ReplayLearner:
         What has arrived is inserted as soon as that is allowed, so that the actors go on; else an update is made. One
         of both is always allowed when a batch has arrived (`ReplayConfig.problem`).
         """
-        limiter, samples = self._programs.limiter, self._programs.replay.config.samples_per_update
+        limiter, samples = self._programs.limiter, self._programs.replay.samples_per_update
         while not stop.is_set() and not finished():
             self._ready = self._ready or self._devices.get(0.0)
             if self._ready is not None and limiter.can_insert(_steps(self._ready)):

@@ -2,7 +2,7 @@
 
 Shapes use `T` for the unroll length, `B` for the environments of one trajectory, `N` for the trajectories of one
 update, `D` for the learner's devices, `b = N * B / D` for the environments of one device's shard and `S` for the
-transitions one device draws from replay. Trajectories are time-major.
+transitions, or unrolls, one device draws from replay. Trajectories are time-major.
 """
 
 import math
@@ -196,6 +196,21 @@ class Sample(NamedTuple):
     reward: jax.Array
     discount: jax.Array
     next_observation: PyTree
+    weight: jax.Array
+    age: jax.Array
+
+
+class SampledUnrolls(NamedTuple):
+    """Whole unrolls drawn from replay: what one device of a recurrent agent learns from in one gradient step.
+
+    Attributes:
+      trajectory: as `Trajectory`, with `S` unrolls in place of `B` environments; its recurrent state is the one the
+        actor had, which depends on parameters that are older than the learner's.
+      weight: float32 `[S]`; as in `Sample`.
+      age: int32 `[S]`; as in `Sample`.
+    """
+
+    trajectory: Trajectory
     weight: jax.Array
     age: jax.Array
 

@@ -8,8 +8,9 @@ import pytest
 from helpers import SPECS, random_observation
 
 from tianji_jax.agent import CanBeGreedy, ReplayAgent
-from tianji_jax.agents.dqn import DQN, ActingParams
+from tianji_jax.agents.dqn import DQN, quantile_huber_loss
 from tianji_jax.agents.networks import NetworkConfig
+from tianji_jax.agents.q_learning import ActingParams
 from tianji_jax.types import Sample
 
 S = 8
@@ -52,7 +53,7 @@ def disturbed(agent: DQN, seed: int) -> Any:
     return state._replace(target=agent.init(jax.random.key(seed + 1)).network)
 
 
-def q_values(variables: Any, observation: np.ndarray, dueling: bool) -> np.ndarray:
+def q_values(variables: Any, observation: np.ndarray, dueling: bool, quantiles: int = 1) -> np.ndarray:
     """One row at a time, from the weights."""
     params = jax.device_get(variables["params"])
     rows = []
@@ -60,9 +61,9 @@ def q_values(variables: Any, observation: np.ndarray, dueling: bool) -> np.ndarr
         for layer in params["trunk"].values():
             x = np.tanh(layer["kernel"].T @ x + layer["bias"])
         heads = {name: params[name]["kernel"].T @ x + params[name]["bias"] for name in params if name != "trunk"}
-        q = heads["action_head"]
-        rows.append(heads["value_head"][0] + q - sum(q) / len(q) if dueling else q)
-    return np.array(rows)
+        q = heads["action_head"].reshape(-1, quantiles)
+        rows.append(heads["value_head"] + q - sum(q) / len(q) if dueling else q)
+    return np.array(rows) if quantiles > 1 else np.array(rows)[..., 0]
 
 
 @pytest.mark.parametrize("double", [False, True])
@@ -84,6 +85,39 @@ def test_loss_and_errors_are_those_of_the_papers(double: bool, dueling: bool) ->
         size = abs(error)
         losses.append(sample.weight[i] * (size**2 / 2 if size < 0.7 else 0.7 * (size - 0.35)))
     assert metrics["loss"] == pytest.approx(sum(losses) / S, rel=1e-4)
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_quantiles_are_learned_as_in_their_paper(double: bool) -> None:
+    count, delta = 3, 0.7
+    agent = make(double=double, dueling=True, quantiles=count, huber_delta=delta, **SGD)
+    state, sample = disturbed(agent, 3), random_sample(agent)
+    _, metrics, errors = learn(agent, state, sample)
+
+    now = q_values(state.network, sample.observation, True, count)
+    after = q_values(state.target, sample.next_observation, True, count)
+    choice = q_values(state.network, sample.next_observation, True, count) if double else after
+    total = 0.0
+    for s in range(S):
+        best = max(range(agent.num_actions), key=lambda a: sum(choice[s][a]))
+        goal = [sample.reward[s] + sample.discount[s] * z for z in after[s][best]]
+        taken = now[s][sample.action[s]]
+        assert errors[s] == pytest.approx(np.mean(taken) - np.mean(goal), rel=1e-4, abs=1e-5)
+        for i, theta in enumerate(taken):  # equation 10: sum over quantiles of the mean over samples
+            for z in goal:
+                u = z - theta
+                huber = u**2 / 2 if abs(u) <= delta else delta * (abs(u) - delta / 2)
+                total += sample.weight[s] * abs((2 * i + 1) / (2 * count) - (u < 0)) * huber / delta / count
+    assert metrics["loss"] == pytest.approx(total / S, rel=1e-4)
+
+
+def test_what_minimises_the_quantile_loss_are_the_quantiles() -> None:
+    goal = np.random.default_rng(0).gamma(2.0, size=(1, 2000)).astype(np.float32)
+    descend = jax.jit(lambda x: x - 0.05 * jax.grad(lambda x: quantile_huber_loss(x, goal, 0.01)[0])(x))
+    found = np.zeros((1, 5), np.float32)
+    for _ in range(1000):
+        found = descend(found)
+    np.testing.assert_allclose(found[0], np.quantile(goal, [0.1, 0.3, 0.5, 0.7, 0.9]), atol=0.05)
 
 
 def test_one_step_of_sgd_follows_the_slope_of_the_loss() -> None:
@@ -169,9 +203,10 @@ def test_forbidden_actions_are_neither_taken_nor_valued() -> None:
         if epsilon == 1.0:  # and all allowed ones are
             assert all(set(np.array(taken)[:, i]) == set(np.flatnonzero(mask[i])) for i in range(16))
     sample = random_sample(agent, size=16)
-    values = np.asarray(agent.values(agent.network, state.target, sample.next_observation))
+    values = np.asarray(agent.values(agent.network, state.target, sample.next_observation, first, ())[0])
     allowed = np.where(sample.next_observation["mask"] != 0, values, -np.inf).max(-1)
-    now = np.asarray(agent.values(agent.network, state.network, sample.observation))[np.arange(16), sample.action]
+    now = np.asarray(agent.values(agent.network, state.network, sample.observation, first, ())[0])
+    now = now[np.arange(16), sample.action]
     _, _, errors = learn(agent, state, sample)
     taken_is_allowed = sample.observation["mask"][np.arange(16), sample.action] != 0
     expected = now - (sample.reward + sample.discount * allowed)
@@ -201,7 +236,7 @@ def test_what_it_is_and_what_it_refuses() -> None:
     agent = make(n_step=3, discount=0.9, reward_clip=1.0)
     assert isinstance(agent, ReplayAgent)
     assert isinstance(agent, CanBeGreedy)
-    assert agent.replay == (3, 0.9, 1.0)
+    assert agent.replay == (3, 0.9, 1.0, False)
     for spec in ("continuous", "image", "masked_multi"):
         with pytest.raises(ValueError, match="DQN takes one discrete action at a time"):
             make(spec)
