@@ -69,7 +69,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "transport.trajectories",
     ),
     ("transport",),
-    ("balance", "device_queue"),
+    ("balance", "device_queue", "replay_frames"),
     ("lock_step", "replay"),
     # Those who act and those who learn.
     ("actor", "receiver"),

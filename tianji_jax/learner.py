@@ -214,10 +214,12 @@ class Publisher:
 
     Attributes:
       count: is called with the version and the votes of each update.
+      check: is called with the metrics of each update; what it raises ends the run.
     """
 
     def __init__(self, server: ParameterServer, pipeline: Pipeline, max_bad_updates: int) -> None:
         self.count: Callable[[int, PyTree], None] = lambda version, votes: None
+        self.check: Callable[[dict[str, float]], None] = lambda metrics: None
         self._server = server
         self._pipeline = pipeline
         self._max_bad_updates = max_bad_updates
@@ -262,14 +264,15 @@ class Publisher:
             self.count(version, outputs.votes)
             bad_updates = int(outputs.bad_updates)
             self._pipeline.meter.updated(metrics, skipped=bad_updates > 0)
-            self._check(bad_updates)
+            self._check_finite(bad_updates)
+            self.check(metrics)
 
     def publish(self, version: int, params: PyTree) -> None:
         """Fetch parameters from the devices and give them to the actors."""
         self._server.publish(version, jax.tree.map(np.asarray, params))
         self._pipeline.published = version
 
-    def _check(self, bad_updates: int) -> None:
+    def _check_finite(self, bad_updates: int) -> None:
         if bad_updates >= self._max_bad_updates:
             raise FloatingPointError(
                 f"{bad_updates} updates in a row gave values that are not finite (learner.max_bad_updates="

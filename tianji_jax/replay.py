@@ -24,6 +24,7 @@ from tianji_jax.agent import ReplaySpec
 from tianji_jax.config import ConfigError
 from tianji_jax.device_queue import Shard
 from tianji_jax.replay_config import ReplayConfig
+from tianji_jax.replay_frames import FrameStacks
 from tianji_jax.types import DATA_AXIS, ArraySpec, PyTree, Sample, SampledUnrolls, Trajectory
 
 SMALLEST_PRIORITY = 1e-6
@@ -41,6 +42,7 @@ class ReplayState(NamedTuple):
         unrolls are drawn; `()` if not prioritised.
       unroll_mass: float32 `[b, C]`; its sum over each unroll; `()` if not prioritised.
       largest_mass: float32 scalar; the largest so far on any device, which new entries get; `()` if not prioritised.
+      torn: int32 scalar; stacks of frames that are not held as they came (`FrameStacks`).
     """
 
     buffer: Any
@@ -48,6 +50,7 @@ class ReplayState(NamedTuple):
     mass: PyTree
     unroll_mass: PyTree
     largest_mass: PyTree
+    torn: jax.Array
 
 
 class Place(NamedTuple):
@@ -71,7 +74,8 @@ class Replay:
           devices: `D`.
 
         Raises:
-          ConfigError: the sample cannot be divided among the devices, or an unroll is shorter than `n` steps.
+          ConfigError: the sample cannot be divided among the devices, an unroll is shorter than `n` steps, or
+            observations are no stacks of frames.
         """
         self.unroll_length, self.rows = shard.trajectory.reward.shape
         if config.batch_size % devices:
@@ -89,6 +93,7 @@ class Replay:
         self.slots = config.capacity // self.steps_per_insert
         self.capacity = self.slots * self.steps_per_insert
         self.batch_size = config.batch_size // devices
+        self.stacks = FrameStacks(config.frame_stack, shard.trajectory.observation)
         self.samples_per_update = config.samples_per_update(self.unroll_length if spec.unrolls else 1)
         self._buffer = flashbax.make_trajectory_buffer(
             add_batch_size=self.rows,
@@ -99,7 +104,8 @@ class Replay:
             max_length_time_axis=self.slots,
         )
         self._unroll = jax.tree.map(
-            lambda spec: jax.ShapeDtypeStruct(spec.shape[2:], spec.dtype), jax.eval_shape(_by_row, _structs(shard))
+            lambda spec: jax.ShapeDtypeStruct(spec.shape[2:], spec.dtype),
+            jax.eval_shape(lambda shard: self._held(shard)[0], _structs(shard)),
         )
         self.state_spec: ReplayState = jax.tree.map(lambda x: ArraySpec(x.shape, x.dtype), jax.eval_shape(self.init))
 
@@ -127,18 +133,19 @@ class Replay:
         unroll = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._unroll)
         # Its index is made from a Python number, whose weak type would have programs traced twice.
         buffer = jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype), self._buffer.init(unroll))
-        entries = jnp.zeros((self.rows, self.slots), jnp.int32)
+        entries, torn = jnp.zeros((self.rows, self.slots), jnp.int32), jnp.zeros((), jnp.int32)
         if not self.config.prioritised:
-            return ReplayState(buffer, entries, (), (), ())
+            return ReplayState(buffer, entries, (), (), (), torn)
         mass = jnp.zeros((*entries.shape, 1 if self.spec.unrolls else self.unroll_length), jnp.float32)
-        return ReplayState(buffer, entries, mass, mass[..., 0], jnp.ones((), jnp.float32))
+        return ReplayState(buffer, entries, mass, mass[..., 0], jnp.ones((), jnp.float32), torn)
 
     def insert(self, state: ReplayState, shard: Shard) -> ReplayState:
         """Put one unroll into each row, in place of the oldest; what can be drawn gets the largest priority so far."""
         slot, valid = state.buffer.current_index, self._entries(shard.trajectory.valid.T)
-        buffer = self._buffer.add(state.buffer, _by_row(shard))
+        held, torn = self._held(shard)
         entries = state.entries.at[:, slot].set(jnp.sum(valid, -1, dtype=jnp.int32))
-        state = state._replace(buffer=buffer, entries=entries)
+        buffer = self._buffer.add(state.buffer, held)
+        state = state._replace(buffer=buffer, entries=entries, torn=state.torn + torn)
         if not self.config.prioritised:
             return state
         mass = jnp.where(valid, state.largest_mass, 0.0)
@@ -161,7 +168,7 @@ class Replay:
         weight = self._weight(place, count, version) if self.config.prioritised else jnp.asarray(drawn, jnp.float32)
         age = version - experience.policy_version[place.row, place.slot]
         if self.spec.unrolls:
-            return SampledUnrolls(_unrolls(experience.trajectory, place), weight, age), place
+            return SampledUnrolls(self._unrolls(experience.trajectory, place), weight, age), place
         return self._transitions(experience.trajectory, place, weight, age), place
 
     def reprioritise(self, state: ReplayState, place: Place, priority: jax.Array) -> ReplayState:
@@ -200,6 +207,12 @@ class Replay:
         chosen = jnp.where(mass[row, slot] > 0, chosen, 0.0)
         return Place(row, slot, entry, chosen), _Count(jnp.sum(entries), upto[-1])
 
+    def _held(self, shard: Shard) -> tuple[Shard, jax.Array]:
+        """What the buffer holds of a shard, leaves `[b, 1, ...]`, and how many stacks of frames that tears."""
+        held = _by_row(shard)
+        observation, torn = self.stacks.take_apart(held.trajectory.observation)
+        return held._replace(trajectory=held.trajectory._replace(observation=observation)), torn
+
     def _entries(self, valid: jax.Array) -> jax.Array:
         """What can be drawn of unrolls, bool `[..., E]`; from their valid steps `[..., T]`."""
         return jnp.any(valid, -1, keepdims=True) if self.spec.unrolls else valid
@@ -221,14 +234,22 @@ class Replay:
         reward, discount, length = self._returns(trajectory, place)
         row, slot, step, _ = place
         return Sample(
-            observation=jax.tree.map(lambda x: x[row, slot, step], trajectory.observation),
+            observation=self.stacks.at(trajectory.observation, row, slot, step),
             action=trajectory.action[row, slot, step],
             reward=reward,
             discount=discount,
-            next_observation=jax.tree.map(lambda x: x[row, slot, step + length], trajectory.observation),
+            next_observation=self.stacks.at(trajectory.observation, row, slot, step + length),
             weight=weight,
             age=age,
         )
+
+    def _unrolls(self, trajectory: Trajectory, place: Place) -> Trajectory:
+        """Those that were drawn, time-major as they came."""
+        row, slot = place.row, place.slot
+        drawn = jax.tree.map(lambda x: x[row, slot], trajectory._replace(observation=()))
+        moved: Trajectory = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), drawn._replace(state=()))
+        steps = jnp.broadcast_to(jnp.arange(self.unroll_length + 1)[:, None], (self.unroll_length + 1, len(row)))
+        return moved._replace(state=drawn.state, observation=self.stacks.at(trajectory.observation, row, slot, steps))
 
     def _returns(self, trajectory: Trajectory, place: Place) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Sum of discounted rewards over up to `n` steps, discount of what follows, and how many steps: `[S]` each.
@@ -269,13 +290,6 @@ def _by_row(shard: Shard) -> Shard:
     moved = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0)[:, None], trajectory._replace(state=()))
     moved = moved._replace(state=jax.tree.map(lambda x: x[:, None], trajectory.state))
     return Shard(moved, shard.policy_version[:, None])
-
-
-def _unrolls(trajectory: Trajectory, place: Place) -> Trajectory:
-    """Those that were drawn, time-major as they came."""
-    drawn = jax.tree.map(lambda x: x[place.row, place.slot], trajectory)
-    moved: Trajectory = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), drawn._replace(state=()))
-    return moved._replace(state=drawn.state)
 
 
 def _free_memory(device: jax.Device) -> int:

@@ -30,6 +30,12 @@ class ReplayConfig(BaseModel):
         description="samples that may be drawn too many or too few before somebody waits; null: those of one insert "
         "and one update",
     )
+    frame_stack: int | None = Field(
+        None,
+        ge=2,
+        description="images are stacks of so many frames along their first axis, which each step shifts by one: hold "
+        "each frame once; null: hold images as they are",
+    )
     prioritised: bool = Field(False, description="draw by priority (Schaul et al. 2016) instead of uniformly")
     alpha: float = Field(0.6, ge=0, le=1, description="exponent of the priorities; 0 is uniform")
     beta: float = Field(0.4, ge=0, le=1, description="exponent of the importance weights at first; 1 corrects fully")

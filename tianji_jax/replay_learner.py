@@ -81,6 +81,8 @@ def _gradient_step(
         "importance_weight": jnp.mean(sample.weight),
         "sample_age": _mean_age(sample),
     }
+    if replay.stacks.frames is not None:
+        metrics["torn_stacks"] = jax.lax.psum(held.torn, DATA_AXIS)
     metrics = {name: jax.lax.pmean(jnp.asarray(x, jnp.float32), DATA_AXIS) for name, x in metrics.items()}
     return (train_state, held, jnp.where(good, 0, bad + 1)), metrics
 
@@ -135,6 +137,7 @@ class ReplayLearner:
         self._devices = devices
         self._pipeline = pipeline
         self._publisher = publisher
+        publisher.check = lambda metrics: programs.replay.stacks.check(metrics.get("torn_stacks", 0.0))
         self._stopwatch = pipeline.stopwatch("dispatcher")
         self._ready: ReadyBatch | None = None
 
