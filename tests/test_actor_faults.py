@@ -47,7 +47,7 @@ def kill_for(training: Training, seconds: float) -> int:
     return killed
 
 
-@pytest.mark.parametrize("seconds", [20, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [10, pytest.param(60, marks=pytest.mark.slow)])
 def test_actors_may_be_killed_every_second(train: Callable[..., Training], seconds: int, tmp_path: Path) -> None:
     actors, trajectories, max_lag = 4, 2, 1
     training = train(

@@ -63,8 +63,14 @@ def reports_of(folder: Path) -> list[dict[str, Any]]:
     "agent",
     [
         {"name": "ppo", "epochs": 2, "minibatches": 2, "normalise_observations": True, "normalise_rewards": True},
-        {"name": "ppo", "network": {"recurrence": "gru", "recurrent_size": 8}, "minibatches": 1},
-        {"name": "impala", "learning_rate_schedule": "linear", "schedule_learner_steps": 30},
+        pytest.param(
+            {"name": "ppo", "network": {"recurrence": "gru", "recurrent_size": 8}, "minibatches": 1},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"name": "impala", "learning_rate_schedule": "linear", "schedule_learner_steps": 30},
+            marks=pytest.mark.slow,
+        ),
         {"name": "impala", "network": {"recurrence": "lstm", "recurrent_size": 8}},
     ],
     ids=["ppo", "ppo-gru", "impala-schedule", "impala-lstm"],

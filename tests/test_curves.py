@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -255,10 +256,11 @@ def test_it_is_drawn_while_reports_are_written_and_nobody_sees_half_a_picture(tm
                 line = json.dumps(report(step, episode_return=float(step))).encode() + b"\n"
                 file.write(line[:40])
                 file.write(line[40:])
+                time.sleep(1e-3)
 
     def draw() -> None:
         try:
-            for _ in range(8):
+            for _ in range(5):
                 draw_run(run)
         except BaseException as error:
             errors.append(error)

@@ -92,8 +92,14 @@ PENDULUM = {
 
 @pytest.mark.parametrize(
     ("settings", "greedy"),
-    [({}, True), ({}, False), (GRU, True), (LSTM, False), (PENDULUM, True), (PENDULUM, False)],
-    ids=["greedy", "sampled", "gru-greedy", "lstm-sampled", "box-greedy", "box-sampled"],
+    [
+        pytest.param({}, True, id="greedy"),
+        pytest.param(GRU, True, id="gru-greedy"),
+        pytest.param(PENDULUM, False, id="box-sampled"),
+        pytest.param({}, False, id="sampled", marks=pytest.mark.slow),
+        pytest.param(LSTM, False, id="lstm-sampled", marks=pytest.mark.slow),
+        pytest.param(PENDULUM, True, id="box-greedy", marks=pytest.mark.slow),
+    ],
 )
 def test_what_is_exported_acts_like_the_agent(tmp_path: Path, settings: dict[str, Any], greedy: bool) -> None:
     run = tianji_jax.train(cartpole_config(tmp_path, settings), show=False).path

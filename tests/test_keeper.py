@@ -102,7 +102,7 @@ def test_both_train_and_end_in_good_order(tmp_path: Path) -> None:
     assert not (tmp_path / "r" / "learner-1" / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_learner_is_named_and_all_end_and_go_on(tmp_path: Path, rank: int) -> None:
     with learners(tmp_path) as both:
         until_trained(tmp_path)
@@ -144,6 +144,7 @@ def test_a_learner_that_hangs_is_named(tmp_path: Path) -> None:
             assert learner.process.returncode != 0
 
 
+@pytest.mark.slow
 def test_a_host_that_is_gone_is_named(tmp_path: Path) -> None:
     """Keeper and training both: nobody there is left to say anything."""
     with learners(tmp_path) as both:

@@ -87,7 +87,8 @@ def test_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(SLOW_SECONDS)
 
     monkeypatch.setattr(Checkpoints, "_save", save)
-    assert limited_by(tmp_path, {"checkpoint": {"every_learner_steps": 1}}) == "checkpoints"
+    short = {"run": {"environment_steps": 600}, "checkpoint": {"every_learner_steps": 1}}
+    assert limited_by(tmp_path, short) == "checkpoints"
 
 
 def test_little_credit(tmp_path: Path) -> None:

@@ -107,7 +107,9 @@ def test_actors_from_elsewhere_come_and_go(
     assert_learned_well(training, 1, 1)
 
 
-@pytest.mark.parametrize("count", [1, 2], ids=["one", "two, by a relay"])
+@pytest.mark.parametrize(
+    "count", [pytest.param(1, id="one", marks=pytest.mark.slow), pytest.param(2, id="two, by a relay")]
+)
 def test_an_actor_waits_for_its_learner_before_and_between(
     start: Callable[..., "subprocess.Popen[str]"], tmp_path: Path, count: int
 ) -> None:

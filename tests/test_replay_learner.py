@@ -93,7 +93,7 @@ def assert_ratio_held(config: Config, reports: list[dict[str, Any]]) -> None:
     assert last["learner_steps"] * replay.samples_per_update(1) == last["samples"]
 
 
-@pytest.mark.parametrize("placement", ["thread", "process"])
+@pytest.mark.parametrize("placement", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 def test_actors_that_are_ten_times_too_fast_wait_for_the_learner(tmp_path: Path, placement: str) -> None:
     # 0.2 s of updates for each insert.
     slow = {"name": "test_replay_learner:Counter", "seconds": 0.02}
@@ -109,7 +109,7 @@ def test_actors_that_are_ten_times_too_fast_wait_for_the_learner(tmp_path: Path,
     assert last["trajectories_dropped"] == 0
 
 
-@pytest.mark.parametrize("placement", ["thread", "process"])
+@pytest.mark.parametrize("placement", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 def test_a_learner_that_is_ten_times_too_fast_waits_for_the_actors(tmp_path: Path, placement: str) -> None:
     actors = {"environments": 4, "unroll_length": 10, "placement": placement}
     environment = {"options": {"episode_length": 5, "step_seconds": 5e-3}}
@@ -228,7 +228,7 @@ def test_what_does_not_go_together_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("spread", [0.0, 7.0])
+@pytest.mark.parametrize("spread", [pytest.param(0.0, marks=pytest.mark.slow), 7.0])
 def test_a_dqn_is_evaluated_and_exported(tmp_path: Path, spread: float) -> None:
     agent = {"name": "dqn", "dueling": True, "epsilon_spread": spread, "network": {"hidden_sizes": [8]}}
     configured = config(

@@ -85,7 +85,7 @@ def test_a_run_without_a_finished_episode_reports_no_return(tmp_path: Path) -> N
 
 
 def test_shares_of_time_add_up_to_one(tmp_path: Path) -> None:
-    report = train(counting_config(tmp_path))[1][-1]
+    report = train(counting_config(tmp_path, {"run": {"environment_steps": 10_000}}))[1][-1]
     for who in ("actor", "receiver", "batcher", "dispatcher", "learner"):
         shares = [value for name, value in report.items() if name.startswith(f"{who}_time/")]
         assert sum(shares) == pytest.approx(1), who

@@ -186,7 +186,7 @@ class Synchronous:
         return jax.device_get(self.state.train_state)
 
 
-@pytest.mark.parametrize("recurrence", ["none", "gru"])
+@pytest.mark.parametrize("recurrence", [pytest.param("none", marks=pytest.mark.slow), "gru"])
 def test_max_lag_0_is_the_synchronous_loop(tmp_path: Path, recurrence: str) -> None:
     network = {"hidden_sizes": [8], "recurrence": recurrence, "recurrent_size": 8}
     config = cartpole_config(

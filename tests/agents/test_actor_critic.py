@@ -61,13 +61,20 @@ def test_the_recurrent_state_is_reset_where_an_episode_begins(spec, settings):
         assert not np.allclose(x[~first], y[~first])
 
 
-@pytest.mark.parametrize("name", AGENTS)
+NORMALISED = {"normalise_observations": True, "normalise_rewards": True}
+SQUASHED = {"squash": True, "reward_clip": 0.5}
+RECURRENT = {"network": {"hidden_sizes": [16], "recurrence": "gru", "recurrent_size": 8}}
+
+
 @pytest.mark.parametrize(
-    ("spec", "settings"),
+    ("name", "spec", "settings"),
     [
-        ("vector", {"normalise_observations": True, "normalise_rewards": True}),
-        ("continuous", {"squash": True, "reward_clip": 0.5}),
-        ("masked", {"network": {"hidden_sizes": [16], "recurrence": "gru", "recurrent_size": 8}}),
+        ("ppo", "vector", NORMALISED),
+        ("impala", "continuous", SQUASHED),
+        ("impala", "masked", RECURRENT),
+        pytest.param("ppo", "masked", RECURRENT, marks=pytest.mark.slow),
+        pytest.param("ppo", "continuous", SQUASHED, marks=pytest.mark.slow),
+        pytest.param("impala", "vector", NORMALISED, marks=pytest.mark.slow),
     ],
 )
 def test_many_devices_find_what_one_does(name, spec, settings):
