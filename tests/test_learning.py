@@ -22,6 +22,17 @@ def test_cartpole_is_solved(tmp_path: Path, agent: str, placement: str, seed: in
     assert result.episode_return >= 475
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_cartpole_is_solved_from_replay(tmp_path: Path, seed: int) -> None:
+    overrides = [f"run.directory={tmp_path}", f"run.seed={seed}"]
+    assert tianji_jax.train(tianji_jax.load(CONFIGS / "cartpole_dqn.yaml", overrides), show=False).solved
+
+
+def test_a_memory_task_is_solved_from_replay(tmp_path: Path) -> None:
+    config = tianji_jax.load(CONFIGS / "memory_r2d2.yaml", [f"run.directory={tmp_path}"])
+    assert tianji_jax.train(config, show=False).solved
+
+
 def test_a_memory_task_is_solved_by_a_recurrent_policy_only(tmp_path: Path) -> None:
     def train(*overrides: str) -> tianji_jax.Result:
         config = tianji_jax.load(CONFIGS / "memory_ppo.yaml", [f"run.directory={tmp_path}", *overrides])

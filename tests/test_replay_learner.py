@@ -228,9 +228,16 @@ def test_what_does_not_go_together_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("spread", [pytest.param(0.0, marks=pytest.mark.slow), 7.0])
-def test_a_dqn_is_evaluated_and_exported(tmp_path: Path, spread: float) -> None:
-    agent = {"name": "dqn", "dueling": True, "epsilon_spread": spread, "network": {"hidden_sizes": [8]}}
+@pytest.mark.parametrize(
+    "agent",
+    [
+        {"name": "dqn", "dueling": True, "epsilon_spread": 7.0, "network": {"hidden_sizes": [8]}},
+        {"name": "r2d2", "burn_in": 3, "network": {"hidden_sizes": [8], "recurrence": "gru", "recurrent_size": 8}},
+        pytest.param({"name": "dqn", "quantiles": 5, "network": {"hidden_sizes": [8]}}, marks=pytest.mark.slow),
+    ],
+    ids=["dqn", "r2d2", "quantiles"],
+)
+def test_values_are_evaluated_and_exported(tmp_path: Path, agent: dict[str, Any]) -> None:
     configured = config(
         tmp_path,
         environment={"name": "envpool:CartPole-v1", "options": {}},
@@ -238,7 +245,10 @@ def test_a_dqn_is_evaluated_and_exported(tmp_path: Path, spread: float) -> None:
         replay={"prioritised": True},
         run={"environment_steps": 1000},
     )
-    path = train(configured)[0].path
+    result, reports = train(configured)
+    path, last = result.path, reports[-1]
+    steps_per_draw = 10 if agent["name"] == "r2d2" else 1
+    assert last["samples"] == last["learner_steps"] * 16 * steps_per_draw
     for greedy in (False, True):
         assert len(evaluate(path, 5, greedy=greedy).returns) == 5
         assert (export(path, greedy=greedy) / "policy.jax").is_file()
@@ -259,6 +269,14 @@ def test_a_control_policy_is_evaluated_and_exported(tmp_path: Path, name: str) -
     evaluation = evaluate(result.path, 5, greedy=True)
     assert (evaluation.returns < 0).all()
     assert (export(result.path, greedy=name == "td3") / "policy.jax").is_file()
+
+
+def test_a_burn_in_that_leaves_nothing_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    agent = {"name": "r2d2", "burn_in": 10, "network": {"recurrence": "gru"}}
+    configured = config(tmp_path, environment={"name": "envpool:CartPole-v1", "options": {}}, agent=agent)
+    with pytest.raises(ConfigError, match=r"agent\.burn_in is 10, .* less than actors\.unroll_length=10"):
+        tianji_jax.train(configured, show=False)
+    assert not list(tmp_path.iterdir())
 
 
 def test_actions_without_bounds_are_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from controls import SGD, WITH_IMAGES, bounded, learn, make, random_sample, some
 from helpers import SPECS, random_observation
 from scipy import stats
 
-from tianji_jax.agent import CanBeGreedy, ReplayAgent
+from tianji_jax.agent import CanBeGreedy, ReplayAgent, ReplaySpec
 from tianji_jax.agents.control import Control
 from tianji_jax.agents.control_networks import ControlNetworkConfig
 from tianji_jax.agents.sac import SAC
@@ -86,7 +86,7 @@ def test_what_they_are_and_what_they_refuse(agent: type[Control]) -> None:
     made = make(agent, n_step=3, discount=0.9, reward_clip=1.0)
     assert isinstance(made, ReplayAgent)
     assert isinstance(made, CanBeGreedy)
-    assert made.replay == (3, 0.9, 1.0)
+    assert made.replay == ReplaySpec(3, 0.9, 1.0)
     discrete = EnvSpec("many", SPECS["vector"].observation, MultiDiscreteActions((2, 3)))
     for spec in (SPECS["vector"], SPECS["image"], discrete):
         with pytest.raises(ValueError, match=f"{name} takes continuous actions; {spec.name} has .*Discrete"):

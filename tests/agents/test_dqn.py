@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from helpers import SPECS, random_observation
 
-from tianji_jax.agent import CanBeGreedy, ReplayAgent
+from tianji_jax.agent import CanBeGreedy, ReplayAgent, ReplaySpec
 from tianji_jax.agents.dqn import DQN, quantile_huber_loss
 from tianji_jax.agents.networks import NetworkConfig
 from tianji_jax.agents.q_learning import ActingParams
@@ -236,7 +236,7 @@ def test_what_it_is_and_what_it_refuses() -> None:
     agent = make(n_step=3, discount=0.9, reward_clip=1.0)
     assert isinstance(agent, ReplayAgent)
     assert isinstance(agent, CanBeGreedy)
-    assert agent.replay == (3, 0.9, 1.0, False)
+    assert agent.replay == ReplaySpec(3, 0.9, 1.0)
     for spec in ("continuous", "image", "masked_multi"):
         with pytest.raises(ValueError, match="DQN takes one discrete action at a time"):
             make(spec)
