@@ -59,18 +59,16 @@ def reports_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+GRU = {"recurrence": "gru", "recurrent_size": 8}
+SCHEDULE = {"learning_rate_schedule": "linear", "schedule_learner_steps": 30}
+
+
 @pytest.mark.parametrize(
     "agent",
     [
         {"name": "ppo", "epochs": 2, "minibatches": 2, "normalise_observations": True, "normalise_rewards": True},
-        pytest.param(
-            {"name": "ppo", "network": {"recurrence": "gru", "recurrent_size": 8}, "minibatches": 1},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"name": "impala", "learning_rate_schedule": "linear", "schedule_learner_steps": 30},
-            marks=pytest.mark.slow,
-        ),
+        pytest.param({"name": "ppo", "network": GRU, "minibatches": 1}, marks=pytest.mark.slow),
+        pytest.param({"name": "impala", **SCHEDULE}, marks=pytest.mark.slow),
         {"name": "impala", "network": {"recurrence": "lstm", "recurrent_size": 8}},
     ],
     ids=["ppo", "ppo-gru", "impala-schedule", "impala-lstm"],
