@@ -95,10 +95,10 @@ PENDULUM = {
     [
         pytest.param({}, True, id="greedy"),
         pytest.param(GRU, True, id="gru-greedy"),
-        pytest.param(PENDULUM, False, id="box-sampled"),
+        pytest.param(PENDULUM, False, id="box-sampled", marks=pytest.mark.slow),
         pytest.param({}, False, id="sampled", marks=pytest.mark.slow),
         pytest.param(LSTM, False, id="lstm-sampled", marks=pytest.mark.slow),
-        pytest.param(PENDULUM, True, id="box-greedy", marks=pytest.mark.slow),
+        pytest.param(PENDULUM, True, id="box-greedy"),
     ],
 )
 def test_what_is_exported_acts_like_the_agent(tmp_path: Path, settings: dict[str, Any], greedy: bool) -> None:

@@ -93,6 +93,7 @@ def until_trained(folder: Path, learner_steps: int = 30) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_both_train_and_end_in_good_order(tmp_path: Path) -> None:
     with learners(tmp_path, environment_steps=3000) as both:
         assert [learner.process.wait(90) for learner in both] == [0, 0], [learner.text() for learner in both]

@@ -67,7 +67,7 @@ def assert_close(actual: Any, expected: Any, **tolerance: float) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), **tolerance), actual, expected)
 
 
-@pytest.mark.parametrize("name", AGENTS)
+@pytest.mark.parametrize("name", ["recurrent", "ppo", pytest.param("impala", marks=pytest.mark.slow)])
 def test_pmap_shard_map_and_any_number_of_devices_agree(name: str) -> None:
     agent = AGENTS[name]
     expected, outputs = updated(agent, 1, "pmap")

@@ -204,7 +204,7 @@ def test_max_lag_0_is_the_synchronous_loop(tmp_path: Path, recurrence: str) -> N
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), result.train_state, expected)
 
 
-@pytest.mark.parametrize("max_lag", [0, 2])
+@pytest.mark.parametrize("max_lag", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_lock_step_repeats_bit_for_bit_in_threads_and_in_processes(tmp_path: Path, max_lag: int) -> None:
     def run(placement: str) -> Any:
         config = cartpole_config(
