@@ -1,7 +1,8 @@
 """What measuring costs: one training run whose metrics are turned off and on in turn, every few seconds.
 
-Off, no stage is timed, no report is made and nothing is written. Each pair of neighbouring spells gives one ratio of
-environment steps per second; their median and its 95 % interval (bootstrap) are printed.
+Off, no stage is timed, no report is made and nothing is written. A spell begins and ends when a batch is counted, so
+that its rate is that of whole batches. Printed is the ratio of the mean rates with metrics and without, and its 95 %
+interval (bootstrap over pairs of neighbouring spells).
 
     python scripts/bench_metrics.py [--pairs 40] [--seconds 1.5] [CONFIG [OVERRIDE ...]]
 """
@@ -58,9 +59,17 @@ class Switch:
         """Environment steps per second during one spell."""
         self.on = on
         time.sleep(0.2)
-        began, steps = time.perf_counter(), self.meter.environment_steps
+        began, steps = self._next_batch()
         time.sleep(seconds)
-        return (self.meter.environment_steps - steps) / (time.perf_counter() - began)
+        ended, more = self._next_batch()
+        return (more - steps) / (ended - began)
+
+    def _next_batch(self) -> tuple[float, int]:
+        """When the next batch is counted, and the environment steps with it."""
+        before = self.meter.environment_steps
+        while self.meter.environment_steps == before:
+            time.sleep(5e-4)
+        return time.perf_counter(), self.meter.environment_steps
 
 
 def main() -> None:
@@ -78,16 +87,18 @@ def main() -> None:
         run.start()
         while not getattr(switch, "meter", None) or switch.meter.environment_steps < 50_000:
             time.sleep(0.1)
-        ratios = []
+        pairs = []
         for pair in range(options.pairs):
             order = (True, False) if pair % 2 else (False, True)
             rates = {on: switch.rate(on, options.seconds) for on in order}
-            ratios.append(rates[True] / rates[False])
-            print(f"on {rates[True]:9,.0f}/s  off {rates[False]:9,.0f}/s  ratio {ratios[-1]:.3f}", flush=True)
-        draws = np.random.default_rng(0).choice(ratios, (10_000, len(ratios)))
-        low, high = np.quantile(np.median(draws, axis=1), [0.025, 0.975])
+            pairs.append((rates[True], rates[False]))
+            ratio = rates[True] / rates[False]
+            print(f"on {rates[True]:9,.0f}/s  off {rates[False]:9,.0f}/s  ratio {ratio:.3f}", flush=True)
+        on, off = np.mean(pairs, axis=0)
+        draws = np.random.default_rng(0).choice(pairs, (10_000, len(pairs))).mean(axis=1)
+        low, high = np.quantile(draws[:, 0] / draws[:, 1], [0.025, 0.975])
         print(
-            f"median ratio on/off {np.median(ratios):.4f} (95 % interval {low:.4f} to {high:.4f}), "
+            f"ratio on/off {on / off:.4f} (95 % interval {low:.4f} to {high:.4f}), "
             f"{options.pairs} pairs, load {os.getloadavg()[0]:.1f}"
         )
         switch.on = True
