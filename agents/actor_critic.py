@@ -113,7 +113,7 @@ class ActorCritic:
         self.keeps_raw_action = isinstance(env_spec.action, ContinuousActions)
         self.observation_specs = networks.seen_specs(env_spec, self.distribution.num_parameters)
         networks.check_fits(config.network, self.observation_specs)
-        torsos = tuple((name, networks.torso_of(config.network, s)) for name, s in self.observation_specs.items())
+        torsos = networks.torsos_of(config.network, self.observation_specs)
         self.network = networks.ActorCriticNetwork(
             config=config.network,
             torsos=torsos,
@@ -186,15 +186,14 @@ class ActorCritic:
           state: recurrent state before the first step, `[B, ...]`.
           in_loop: whether the caller is traced inside a loop.
         """
-        named = networks.named(observation)
-        seen = {name: named[name] for name in self.observation_specs}
+        seen = networks.seen(observation, self.observation_specs)
         for name, statistics in params.observation_statistics.items():
             seen[name] = normalisation.normalise(statistics, seen[name])
         network = self.network_in_loop if in_loop else self.network
         outputs: Any = network.apply(params.network, seen, is_first, state)
         parameters, value, state = outputs
         if self.env_spec.action_mask is not None:
-            parameters = mask_logits(parameters, named[self.env_spec.action_mask])
+            parameters = mask_logits(parameters, networks.named(observation)[self.env_spec.action_mask])
         return parameters, value, state
 
     def unroll(self, params: ActorParams, batch: Batch) -> Unroll:
@@ -244,14 +243,6 @@ class ActorCritic:
             name: normalisation.update_statistics(statistics, observation[name][:-1], valid, axis_name)
             for name, statistics in params.observation_statistics.items()
         }
-
-    def descend(
-        self, network: PyTree, opt_state: PyTree, gradient: PyTree, axis_name: str
-    ) -> tuple[PyTree, PyTree, jax.Array]:
-        """One optimiser step along one device's gradient, averaged over devices: network, opt_state, gradient norm."""
-        gradient = jax.lax.pmean(gradient, axis_name)
-        updates, opt_state = self.optimizer.update(gradient, opt_state, network)
-        return optax.apply_updates(network, updates), opt_state, jnp.asarray(optax.tree.norm(gradient))
 
 
 def learning_rate(config: ActorCriticConfig, gradient_steps_per_update: int) -> optax.ScalarOrSchedule:

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from tianji_jax.agent import Fused, Metrics, ReplaySpec
@@ -17,7 +16,7 @@ from tianji_jax.types import ContinuousActions, EnvSpec, PyTree, Sample
 
 from . import networks
 from .control_networks import ControlNetworkConfig, CriticNetwork, PolicyNetwork
-from .optimizers import OptimizerConfig, make_optimizer
+from .optimizers import OptimizerConfig, descend, make_optimizer
 
 
 class ControlConfig(OptimizerConfig):
@@ -94,7 +93,7 @@ class Control:
         self.num_critics = num_critics
         self.observation_specs = networks.seen_specs(env_spec, self.num_actions)
         networks.check_fits(config.network, self.observation_specs)
-        torsos = tuple((name, networks.torso_of(config.network, s)) for name, s in self.observation_specs.items())
+        torsos = networks.torsos_of(config.network, self.observation_specs)
         self.policy = PolicyNetwork(config.network, torsos, num_parameters * self.num_actions)
         # The learner may take several gradient steps in a loop.
         self.policy_in_loop = self.policy.clone(in_loop=True)
@@ -172,20 +171,16 @@ class Control:
 
     def parameters(self, network: PolicyNetwork, policy: PyTree, observation: PyTree) -> jax.Array:
         """The policy's outputs, float32 `[B, num_parameters]`."""
-        seen = self._seen(observation)
+        seen = networks.seen(observation, self.observation_specs)
         batch = jax.tree.leaves(seen)[0].shape[:1]
         parameters: jax.Array = network.apply(policy, seen, jnp.zeros(batch, bool))  # type: ignore[assignment]
         return parameters
 
     def values(self, critics: PyTree, observation: PyTree, action: jax.Array) -> jax.Array:
         """What all critics say of actions from -1 to 1, float32 `[C, B]`."""
-        seen = self._seen(observation)
+        seen = networks.seen(observation, self.observation_specs)
         values: jax.Array = jax.vmap(lambda critic: self.critic.apply(critic, seen, action))(critics)  # type: ignore[assignment]
         return values
-
-    def _seen(self, observation: PyTree) -> dict[str, jax.Array]:
-        named = networks.named(observation)
-        return {name: named[name] for name in self.observation_specs}
 
     def improve_critics(
         self, critics: PyTree, opt_state: PyTree, sample: Sample, next_value: jax.Array, axis_name: str
@@ -216,15 +211,6 @@ class Control:
         critics, opt_state, norm = descend(self.critic_optimizer, critics, opt_state, gradient, axis_name)
         metrics = {"loss": lost, "value_mean": jnp.mean(value), "gradient_norm": norm}
         return critics, opt_state, metrics, jnp.mean(jnp.abs(error), axis=0)
-
-
-def descend(
-    optimizer: optax.GradientTransformation, params: PyTree, opt_state: PyTree, gradient: PyTree, axis_name: str
-) -> tuple[PyTree, PyTree, jax.Array]:
-    """One step along one device's gradient, averaged over devices: parameters, optimiser state, gradient norm."""
-    gradient = jax.lax.pmean(gradient, axis_name)
-    updates, opt_state = optimizer.update(gradient, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state, jnp.asarray(optax.tree.norm(gradient))
 
 
 def _bounds(agent: str, env_spec: EnvSpec) -> tuple[np.ndarray, np.ndarray]:

@@ -79,7 +79,9 @@ class DQN(QLearning):
 
 
 def quantile_huber_loss(quantiles: jax.Array, goal: jax.Array, delta: float) -> jax.Array:
-    """The loss of quantile regression (Dabney et al. 2018, equation 10 and algorithm 1), float32 `[S]`.
+    """The loss of quantile regression, float32 `[S]` (Dabney et al. 2018a, QR-DQN, equation 10 and algorithm 1).
+
+    Divided by `delta`, as in Dabney et al. 2018b, IQN, equation 3: small ones then have it approach the quantile loss.
 
     Args:
       quantiles: float32 `[S, Q]`; quantile `i` is that of `(i + 1/2) / Q`.

@@ -13,6 +13,7 @@ from tianji_jax.returns import vtrace
 from tianji_jax.types import Batch, PyTree
 
 from .actor_critic import ActorCritic, ActorCriticConfig, ActorCriticState, ActorParams
+from .optimizers import descend
 
 
 class IMPALAConfig(ActorCriticConfig):
@@ -40,7 +41,7 @@ class IMPALA(ActorCritic):
     ) -> tuple[ActorCriticState, Metrics]:
         params, opt_state, scale = train_state
         gradient, (scale, metrics) = jax.grad(self._loss, has_aux=True)(params.network, params, scale, batch, axis_name)
-        network, opt_state, norm = self.descend(params.network, opt_state, gradient, axis_name)
+        network, opt_state, norm = descend(self.optimizer, params.network, opt_state, gradient, axis_name)
         statistics = self.update_observation_statistics(params, batch, axis_name)
         params = ActorParams(network, statistics)
         return ActorCriticState(params, opt_state, scale), {**metrics, "gradient_norm": norm}

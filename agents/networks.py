@@ -71,6 +71,11 @@ def torso_of(config: NetworkConfig, spec: ArraySpec) -> Torso:
     return config.torso
 
 
+def torsos_of(config: NetworkConfig, observation: dict[str, ArraySpec]) -> tuple[tuple[str, Torso], ...]:
+    """The torso of each observation, by name."""
+    return tuple((name, torso_of(config, spec)) for name, spec in observation.items())
+
+
 def shares_torso(config: NetworkConfig, torsos: tuple[tuple[str, Torso], ...]) -> bool:
     """Whether policy and value stand on one torso."""
     if config.shared_torso is not None:
@@ -114,6 +119,12 @@ def initial_state(config: NetworkConfig, shared_torso: bool, batch_size: int) ->
 def named(observation: PyTree) -> dict[str, Any]:
     """Observations by name; one that has none is called `observation`."""
     return observation if isinstance(observation, dict) else {"observation": observation}
+
+
+def seen(observation: PyTree, specs: dict[str, ArraySpec]) -> dict[str, Any]:
+    """Of an environment's observation what a network sees of it, by name; `specs` as `seen_specs` finds them."""
+    by_name = named(observation)
+    return {name: by_name[name] for name in specs}
 
 
 def seen_specs(env_spec: EnvSpec, num_actions: int) -> dict[str, ArraySpec]:

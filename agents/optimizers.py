@@ -1,14 +1,17 @@
-"""Optimisers of optax by name, as the agents are configured with them."""
+"""Optimisers of optax by name, as the agents are configured with them, and a step of one."""
 
 import difflib
 import inspect
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import optax
 from pydantic import Field, PositiveFloat
 
 from tianji_jax.agent import AgentConfig
+from tianji_jax.types import PyTree
 
 
 class OptimizerConfig(AgentConfig):
@@ -54,6 +57,15 @@ def make_optimizer(config: OptimizerConfig, learning_rate: optax.ScalarOrSchedul
     if config.max_gradient_norm is None:
         return optimizer
     return optax.chain(optax.clip_by_global_norm(config.max_gradient_norm), optimizer)
+
+
+def descend(
+    optimizer: optax.GradientTransformation, params: PyTree, opt_state: PyTree, gradient: PyTree, axis_name: str
+) -> tuple[PyTree, PyTree, jax.Array]:
+    """One step along one device's gradient, averaged over devices: parameters, optimiser state, gradient norm."""
+    gradient = jax.lax.pmean(gradient, axis_name)
+    updates, opt_state = optimizer.update(gradient, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, jnp.asarray(optax.tree.norm(gradient))
 
 
 def _optimizers() -> dict[str, Callable[..., optax.GradientTransformation]]:

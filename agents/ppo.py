@@ -16,6 +16,7 @@ from tianji_jax.returns import vtrace
 from tianji_jax.types import Batch, PyTree
 
 from .actor_critic import ActorCritic, ActorCriticConfig, ActorCriticState, ActorParams
+from .optimizers import descend
 
 
 class PPOConfig(ActorCriticConfig):
@@ -90,7 +91,7 @@ class PPO(ActorCritic):
             network, opt_state = carry
             minibatch = _take(samples, chosen)
             gradient, metrics = jax.grad(self._loss, has_aux=True)(network, params, minibatch, axis_name)
-            network, opt_state, norm = self.descend(network, opt_state, gradient, axis_name)
+            network, opt_state, norm = descend(self.optimizer, network, opt_state, gradient, axis_name)
             return (network, opt_state), {**metrics, "gradient_norm": norm}
 
         (network, opt_state), metrics = jax.lax.scan(step, (params.network, opt_state), indices)

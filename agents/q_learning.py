@@ -13,7 +13,7 @@ from tianji_jax.distributions import mask_logits
 from tianji_jax.types import DiscreteActions, EnvSpec, PyTree
 
 from . import networks
-from .optimizers import OptimizerConfig, make_optimizer
+from .optimizers import OptimizerConfig, descend, make_optimizer
 
 
 class QLearningConfig(OptimizerConfig):
@@ -30,7 +30,7 @@ class QLearningConfig(OptimizerConfig):
       epsilon_start: chance of a random action at first.
       epsilon_end: at last.
       epsilon_gradient_steps: gradient steps from the first to the last, linearly. There is one for every
-        `batch_size / samples_per_insert` environment steps (`replay`), and unroll length times as many for R2D2.
+        `batch_size / samples_per_insert` environment steps (`replay`), in which R2D2's batch counts by its steps.
       epsilon_spread: environment `i` of `B` that act together has `epsilon ** (1 + epsilon_spread * i / (B - 1))`
         (Horgan et al. 2018, section 4, over actors, where it is 7); 0 gives all the same.
       network: see `NetworkConfig`.
@@ -104,7 +104,7 @@ class QLearning:
         self.num_actions = env_spec.action.num_values
         self.observation_specs = networks.seen_specs(env_spec, self.num_actions)
         networks.check_fits(config.network, self.observation_specs)
-        torsos = tuple((name, networks.torso_of(config.network, s)) for name, s in self.observation_specs.items())
+        torsos = networks.torsos_of(config.network, self.observation_specs)
         self.network = networks.QNetwork(config.network, torsos, self.num_actions, config.dueling, quantiles)
         # The learner may take several gradient steps in a loop.
         self.network_in_loop = self.network.clone(in_loop=True)
@@ -180,8 +180,7 @@ class QLearning:
         self, network: networks.QNetwork, variables: PyTree, observation: PyTree, is_first: jax.Array, state: PyTree
     ) -> tuple[jax.Array, PyTree]:
         """As `values`, the quantiles of the returns of all actions, allowed or not: float32 `[..., actions, Q]`."""
-        named = networks.named(observation)
-        seen = {name: named[name] for name in self.observation_specs}
+        seen = networks.seen(observation, self.observation_specs)
         quantiles, state = network.apply(variables, seen, is_first, state)
         return quantiles, state
 
@@ -197,13 +196,11 @@ class QLearning:
         """
         network, target, opt_state, steps = train_state
         (lost, more), gradient = jax.value_and_grad(loss, has_aux=True)(network)
-        gradient = jax.lax.pmean(gradient, axis_name)
-        updates, opt_state = self.optimizer.update(gradient, opt_state, network)
-        network, steps = optax.apply_updates(network, updates), steps + 1
+        network, opt_state, norm = descend(self.optimizer, network, opt_state, gradient, axis_name)
+        steps += 1
         rate = jnp.where(steps % self.config.target_period == 0, self.config.target_rate, 0.0)
         target = optax.incremental_update(network, target, rate)
-        metrics = {"loss": lost, "gradient_norm": jnp.asarray(optax.tree.norm(gradient))}
-        return QState(network, target, opt_state, steps), metrics, more
+        return QState(network, target, opt_state, steps), {"loss": lost, "gradient_norm": norm}, more
 
     def _mask(self, values: jax.Array, observation: PyTree) -> jax.Array:
         if self.env_spec.action_mask is None:

@@ -11,8 +11,8 @@ from tianji_jax.agent import Metrics
 from tianji_jax.distributions import TanhGaussian
 from tianji_jax.types import EnvSpec, PyTree, Sample
 
-from .control import Control, ControlConfig, descend
-from .optimizers import make_optimizer
+from .control import Control, ControlConfig
+from .optimizers import descend, make_optimizer
 
 LOG_STD_RANGE = (-5.0, 2.0)
 """Of the Gaussian before tanh. Far below, float32 could not tell its samples from its mean."""

@@ -9,7 +9,8 @@ from pydantic import NonNegativeFloat, PositiveInt
 from tianji_jax.agent import Metrics
 from tianji_jax.types import EnvSpec, PyTree, Sample
 
-from .control import Control, ControlConfig, descend
+from .control import Control, ControlConfig
+from .optimizers import descend
 
 
 class TD3Config(ControlConfig):

@@ -82,15 +82,21 @@ def rollout(agent: Any, params: Any, steps: int, environments: int, seed: int = 
     )
 
 
+def split(x: Any, devices: int, axis: int = 0) -> np.ndarray:
+    """`[D, ...]`: an axis dealt to the devices."""
+    return np.stack(np.split(np.asarray(x), devices, axis=axis))
+
+
+def split_trajectory(trajectory: Trajectory, devices: int) -> Trajectory:
+    """`[D, ...]` arrays: the environments dealt to the devices."""
+    parts = jax.tree.map(lambda x: split(x, devices, 1), trajectory._replace(state=()))
+    return parts._replace(state=jax.tree.map(lambda x: split(x, devices), trajectory.state))
+
+
 def shard(batch: Batch, devices: int) -> Batch:
     """`[D, ...]` arrays: the environments dealt to the devices."""
-
-    def split(x: Any, axis: int) -> np.ndarray:
-        return np.stack(np.split(np.asarray(x), devices, axis=axis))
-
-    trajectory = jax.tree.map(lambda x: split(x, 1), batch.trajectory._replace(state=()))
-    trajectory = trajectory._replace(state=jax.tree.map(lambda x: split(x, 0), batch.trajectory.state))
-    return Batch(trajectory, split(batch.lag, 0), split(batch.stale, 0), split(batch.weight, 1))
+    lag, stale = split(batch.lag, devices), split(batch.stale, devices)
+    return Batch(split_trajectory(batch.trajectory, devices), lag, stale, split(batch.weight, devices, 1))
 
 
 class Learner:

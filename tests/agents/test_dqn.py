@@ -103,7 +103,7 @@ def test_quantiles_are_learned_as_in_their_paper(double: bool) -> None:
         goal = [sample.reward[s] + sample.discount[s] * z for z in after[s][best]]
         taken = now[s][sample.action[s]]
         assert errors[s] == pytest.approx(np.mean(taken) - np.mean(goal), rel=1e-4, abs=1e-5)
-        for i, theta in enumerate(taken):  # equation 10: sum over quantiles of the mean over samples
+        for i, theta in enumerate(taken):  # equation 10 over delta: sum over quantiles of the mean over samples
             for z in goal:
                 u = z - theta
                 huber = u**2 / 2 if abs(u) <= delta else delta * (abs(u) - delta / 2)

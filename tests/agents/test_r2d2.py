@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from helpers import SPECS, rollout
+from helpers import SPECS, rollout, split, split_trajectory
 
 from tianji_jax.agent import CanBeGreedy, ReplayAgent
 from tianji_jax.agents.networks import NetworkConfig
@@ -39,12 +39,8 @@ def learn(agent: R2D2, state: Any, sample: SampledUnrolls, devices: int = 1) -> 
         state, metrics, priority = agent.learn(state, sample, jax.random.key(0), "data")
         return state, jax.lax.pmean(metrics, "data"), priority
 
-    def split(x: Any, axis: int) -> np.ndarray:
-        return np.stack(np.split(np.asarray(x), devices, axis=axis))
-
-    trajectory = jax.tree.map(lambda x: split(x, 1), sample.trajectory._replace(state=()))
-    trajectory = trajectory._replace(state=jax.tree.map(lambda x: split(x, 0), sample.trajectory.state))
-    shards = SampledUnrolls(trajectory, split(sample.weight, 0), split(sample.age, 0))
+    trajectory = split_trajectory(sample.trajectory, devices)
+    shards = SampledUnrolls(trajectory, split(sample.weight, devices), split(sample.age, devices))
     program = jax.pmap(step, "data", in_axes=(None, 0), out_axes=(None, None, 0), devices=jax.devices()[:devices])
     state, metrics, priority = jax.device_get(program(state, shards))
     return state, metrics, priority.reshape(-1)
