@@ -135,6 +135,10 @@ class ReplaySpec(NamedTuple):
     reward_clip: float | None = None
     unrolls: bool = False
 
+    def steps_per_draw(self, unroll_length: int) -> int:
+        """Environment steps in one thing drawn."""
+        return unroll_length if self.unrolls else 1
+
 
 @runtime_checkable
 class ReplayAgent(Protocol):

@@ -99,8 +99,8 @@ def _check(config: Config, spec: ReplaySpec, alone: bool) -> None:
       ConfigError: settings do not go with replay.
     """
     name = config.agent["name"]
-    steps_per_draw = config.actors.unroll_length if spec.unrolls else 1
-    problem = config.replay.problem(config.steps_per_update, config.replay.samples_per_update(steps_per_draw))
+    samples_per_update = config.replay.samples_per_update(spec.steps_per_draw(config.actors.unroll_length))
+    problem = config.replay.problem(config.steps_per_update, samples_per_update)
     if config.run.deterministic:
         problem = f"run.deterministic: lock-step is for agents that learn as trajectories come; {name} has a replay"
     elif config.balance.max_reuse:

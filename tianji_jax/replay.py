@@ -42,7 +42,7 @@ class ReplayState(NamedTuple):
         unrolls are drawn; `()` if not prioritised.
       unroll_mass: float32 `[b, C]`; its sum over each unroll; `()` if not prioritised.
       largest_mass: float32 scalar; the largest so far on any device, which new entries get; `()` if not prioritised.
-      torn: int32 scalar; stacks of frames that are not held as they came (`FrameStacks`).
+      torn: int32 scalar; stacks of frames that are not held as they came (`FrameStacks`); `()` where none are.
     """
 
     buffer: Any
@@ -50,7 +50,7 @@ class ReplayState(NamedTuple):
     mass: PyTree
     unroll_mass: PyTree
     largest_mass: PyTree
-    torn: jax.Array
+    torn: PyTree
 
 
 class Place(NamedTuple):
@@ -94,7 +94,7 @@ class Replay:
         self.capacity = self.slots * self.steps_per_insert
         self.batch_size = config.batch_size // devices
         self.stacks = FrameStacks(config.frame_stack, shard.trajectory.observation)
-        self.samples_per_update = config.samples_per_update(self.unroll_length if spec.unrolls else 1)
+        self.samples_per_update = config.samples_per_update(spec.steps_per_draw(self.unroll_length))
         self._buffer = flashbax.make_trajectory_buffer(
             add_batch_size=self.rows,
             sample_batch_size=1,
@@ -133,7 +133,8 @@ class Replay:
         unroll = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._unroll)
         # Its index is made from a Python number, whose weak type would have programs traced twice.
         buffer = jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype), self._buffer.init(unroll))
-        entries, torn = jnp.zeros((self.rows, self.slots), jnp.int32), jnp.zeros((), jnp.int32)
+        entries = jnp.zeros((self.rows, self.slots), jnp.int32)
+        torn = () if self.stacks.frames is None else jnp.zeros((), jnp.int32)
         if not self.config.prioritised:
             return ReplayState(buffer, entries, (), (), (), torn)
         mass = jnp.zeros((*entries.shape, 1 if self.spec.unrolls else self.unroll_length), jnp.float32)
@@ -145,7 +146,8 @@ class Replay:
         held, torn = self._held(shard)
         entries = state.entries.at[:, slot].set(jnp.sum(valid, -1, dtype=jnp.int32))
         buffer = self._buffer.add(state.buffer, held)
-        state = state._replace(buffer=buffer, entries=entries, torn=state.torn + torn)
+        torn = jax.tree.map(jnp.add, state.torn, torn)
+        state = state._replace(buffer=buffer, entries=entries, torn=torn)
         if not self.config.prioritised:
             return state
         mass = jnp.where(valid, state.largest_mass, 0.0)
@@ -207,7 +209,7 @@ class Replay:
         chosen = jnp.where(mass[row, slot] > 0, chosen, 0.0)
         return Place(row, slot, entry, chosen), _Count(jnp.sum(entries), upto[-1])
 
-    def _held(self, shard: Shard) -> tuple[Shard, jax.Array]:
+    def _held(self, shard: Shard) -> tuple[Shard, PyTree]:
         """What the buffer holds of a shard, leaves `[b, 1, ...]`, and how many stacks of frames that tears."""
         held = _by_row(shard)
         observation, torn = self.stacks.take_apart(held.trajectory.observation)

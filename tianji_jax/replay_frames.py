@@ -45,10 +45,13 @@ class FrameStacks:
                 f"width): there is {shapes}; leave it out"
             )
 
-    def take_apart(self, observation: PyTree) -> tuple[PyTree, jax.Array]:
-        """What to hold of unrolls `[b, 1, T + 1, ...]`, and how many stacks will not come back as they are, int32."""
+    def take_apart(self, observation: PyTree) -> tuple[PyTree, PyTree]:
+        """What to hold of unrolls `[b, 1, T + 1, ...]`, and how many stacks will not come back as they are.
+
+        That is an int32 scalar, or `()` where there are no stacks.
+        """
         if self.frames is None:
-            return observation, jnp.zeros((), jnp.int32)
+            return observation, ()
         leaves, treedef = jax.tree.flatten(observation)
         held, torn = [], jnp.zeros((), jnp.int32)
         for x, stacked in zip(leaves, self._stacked, strict=True):
