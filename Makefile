@@ -8,7 +8,7 @@ test: lint
 test-learning:
 	python -m pytest -m learning
 
-# Ten minutes under pressure: memory stays flat.
+# The long variants of tests, and ten minutes under pressure.
 test-slow:
 	python -m pytest -m slow
 

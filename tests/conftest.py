@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-# Four virtual CPU devices; and programs that run a few times are not worth LLVM's best, a third of the suite's time.
+# Four virtual CPU devices; and programs that run a few times are not worth LLVM's best: it took 30 % of the time of the
+# tests that compile most (`test_parallel`, `agents/test_impala`).
 _FLAGS = {"--xla_force_host_platform_device_count": "4", "--xla_llvm_disable_expensive_passes": "true"}
 
 for _flag, _value in _FLAGS.items():
