@@ -1,6 +1,6 @@
 .PHONY: test test-learning test-slow lint docs
 
-# Everything a change has to pass; under half an hour on two cores.
+# Everything a change has to pass; some 25 minutes on two cores.
 test: lint
 	python -m pytest
 
