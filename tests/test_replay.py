@@ -327,7 +327,8 @@ def test_it_takes_the_memory_that_was_announced(devices: int, prioritised: bool)
     announced, arrays, made, used = map(int, done.stdout.split())
     assert announced == arrays > 10**8
     assert made == pytest.approx(announced, rel=0.02)
-    assert used == pytest.approx(announced, rel=0.02)
+    # Compiling the three programs takes megabytes too, more on some machines; a copy of the images takes 150.
+    assert used == pytest.approx(announced, abs=24e6)
 
 
 def test_a_replay_that_does_not_fit_is_refused_before_it_is_made() -> None:
