@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ class Result:
     seconds: float
     solved: bool
     path: Path
-    train_state: PyTree
+    train_state: PyTree = field(repr=False)
 
 
 def train(

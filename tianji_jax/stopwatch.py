@@ -27,7 +27,7 @@ class Stopwatch:
         """
         self.thread = thread
         self.timeline = timeline
-        self._meter = meter
+        self._seconds = meter.stages(thread)
 
     def __call__(self, stage: str, **details: Any) -> "_Stage":
         """Time one stage; `details` are for the timeline."""
@@ -40,7 +40,7 @@ class Stopwatch:
 
     def add(self, stage: str, seconds: float, details: dict[str, Any]) -> None:
         """A stage that ends now took `seconds`."""
-        self._meter.spent(self.thread, {stage: seconds})
+        self._seconds[stage] = self._seconds.get(stage, 0.0) + seconds
         if self.timeline.recording:
             self.timeline.span(self.thread, stage, time.time() - seconds, seconds, **details)
 

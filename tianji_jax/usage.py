@@ -5,32 +5,40 @@ import time
 
 import psutil
 
+LOOK_SECONDS = 10.0
+"""How often children are looked for, after as many seconds of looking each time: it means reading about every process
+of the machine."""
+
 
 class CpuUsage:
-    """Measures between one call of `cores` and the next; for one thread."""
+    """Measures between one call of `cores` and the next; for one thread. A child counts from when it is first seen."""
 
     def __init__(self) -> None:
-        self._process = psutil.Process()
-        self._seconds = self._spent()
-        self._then = time.monotonic()
+        self._own = psutil.Process()
+        self._began = self._then = self._looked = time.monotonic()
+        self._seconds = {self._own: _seconds(self._own)}
         psutil.cpu_percent()
 
     def cores(self) -> tuple[float, float]:
         """Cores kept busy since the last call: by this process and its children, and by everybody on the machine."""
-        now, seconds = time.monotonic(), self._spent()
-        used = (seconds - self._seconds) / max(now - self._then, 1e-9)
-        self._seconds, self._then = seconds, now
-        return max(0.0, used), psutil.cpu_percent() / 100 * available_cores()
-
-    def _spent(self) -> float:
-        """CPU seconds of this process, of its children, and of those that have ended."""
-        own = self._process.cpu_times()
-        spent = own.user + own.system + own.children_user + own.children_system
-        for child in self._process.children(recursive=True):
+        now = time.monotonic()
+        processes = list(self._seconds)
+        if now - self._began < LOOK_SECONDS or now - self._looked >= LOOK_SECONDS:
+            processes, self._looked = [self._own, *self._own.children(recursive=True)], now
+        seconds = {}
+        for process in processes:
             with contextlib.suppress(psutil.Error):  # it has just ended
-                times = child.cpu_times()
-                spent += times.user + times.system
-        return spent
+                seconds[process] = _seconds(process)
+        spent = sum(value - self._seconds.get(process, value) for process, value in seconds.items())
+        used = spent / max(now - self._then, 1e-9)
+        self._seconds, self._then = seconds, now
+        return used, psutil.cpu_percent() / 100 * available_cores()
+
+
+def _seconds(process: psutil.Process) -> float:
+    """CPU seconds of a process, without its children's."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 def available_cores() -> int:
