@@ -55,7 +55,7 @@ def run(groups: int, repeat: int, overrides: list[str]) -> Outcome:
             common.append(f"groups.root={address}")
             root = _start(["root", *common])
         trainings = [
-            _start(["train", *common, f"run.seed={100 * repeat + group}", f"run.name={group}"])
+            _start(["train", *common, f"run.seed={100 * repeat + group}", f"run.name=group{group}"])
             for group in range(groups)
         ]
         codes = [process.wait() for process in [*trainings, *([root] if root else [])]]
@@ -63,7 +63,8 @@ def run(groups: int, repeat: int, overrides: list[str]) -> Outcome:
         if any(codes):
             raise SystemExit(f"a process ended with {codes}")
         last = [
-            json.loads((Path(folder) / str(g) / "metrics.jsonl").read_text().splitlines()[-1]) for g in range(groups)
+            json.loads((Path(folder) / f"group{g}" / "metrics.jsonl").read_text().splitlines()[-1])
+            for g in range(groups)
         ]
     latest = max(last, key=lambda report: report["environment_steps"])
     means = [report["episode_return"] for report in last]
