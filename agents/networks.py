@@ -197,11 +197,12 @@ class ActorCriticNetwork(nn.Module):
             next_state.append(core_state)
         parameters = nn.Dense(self.num_parameters, kernel_init=orthogonal(0.01), name="policy_head")(features[0])
         value = nn.Dense(1, kernel_init=orthogonal(1.0), name="value_head")(features[-1])
+        parameters, value = parameters.reshape(*is_first.shape, -1), value.reshape(is_first.shape)
         if self.num_shared_parameters:
             shared = self.param("shared", nn.initializers.zeros, (self.num_shared_parameters,))
-            shared = jnp.broadcast_to(shared, (*parameters.shape[:-1], self.num_shared_parameters))
+            shared = jnp.broadcast_to(shared, (*is_first.shape, self.num_shared_parameters))
             parameters = jnp.concatenate([parameters, shared], axis=-1)
-        return parameters, value[..., 0], tuple(next_state) if state else ()
+        return parameters, value, tuple(next_state) if state else ()
 
 
 class QNetwork(nn.Module):
@@ -237,11 +238,16 @@ class QNetwork(nn.Module):
         if not self.dueling:
             return q, next_state
         value = nn.Dense(self.quantiles, kernel_init=orthogonal(1.0), name="value_head")(x)
-        return value[..., None, :] + q - jnp.mean(q, axis=-2, keepdims=True), next_state
+        value = value.reshape(*is_first.shape, 1, self.quantiles)
+        return value + q - jnp.mean(q, axis=-2, keepdims=True), next_state
 
 
 class Trunk(nn.Module):
-    """Torsos of all observations, concatenated, then the recurrent core if there is one; features float32."""
+    """Torsos of all observations, concatenated, then the recurrent core if there is one.
+
+    Features float32 `[N, n]`, the steps of an unroll one after the other, `N = T * B`: over two leading axes XLA's matrix
+    products take twice the time on a CPU, in the gradients.
+    """
 
     config: NetworkConfig
     torsos: tuple[tuple[str, Torso], ...]
@@ -254,20 +260,21 @@ class Trunk(nn.Module):
         features = [self._torso(name, torso, observation[name], is_first.ndim) for name, torso in self.torsos]
         x = jnp.concatenate(features, axis=-1) if len(features) > 1 else features[0]
         if self.config.recurrence != "none":
-            x, state = Core(self.config)(x, is_first, state)
+            x, state = Core(self.config)(x.reshape(*is_first.shape, -1), is_first, state)
+            x = x.reshape(-1, x.shape[-1])
         return x.astype(jnp.float32), state
 
     def _torso(self, name: str, torso: Torso, x: jax.Array, leading: int) -> jax.Array:
         dtype = jnp.dtype(self.config.dtype)
-        batch, shape = x.shape[:leading], x.shape[leading:]
+        steps, shape = prod(x.shape[:leading]), x.shape[leading:]
         # Scaled in the computation's dtype: an unroll of images as float32 would be four times its size again.
         x = x.astype(dtype) / 255 if x.dtype == jnp.uint8 else x.astype(dtype)
         activation = ACTIVATIONS[self.config.activation]
         if torso != "mlp":
-            x = x.reshape(prod(batch), *shape).transpose(0, 2, 3, 1)
+            x = x.reshape(steps, *shape).transpose(0, 2, 3, 1)
             x = _CNNS[torso](dtype, self.in_loop)(x)
             activation = nn.relu
-        x = x.reshape(*batch, -1)
+        x = x.reshape(steps, -1)
         for size in _HIDDEN_SIZES[torso] if self.config.hidden_sizes is None else self.config.hidden_sizes:
             x = activation(nn.Dense(size, dtype=dtype, kernel_init=orthogonal(2**0.5))(x))
         return x
