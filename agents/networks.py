@@ -245,8 +245,8 @@ class QNetwork(nn.Module):
 class Trunk(nn.Module):
     """Torsos of all observations, concatenated, then the recurrent core if there is one.
 
-    Features float32 `[N, n]`, the steps of an unroll one after the other, `N = T * B`: over two leading axes XLA's matrix
-    products take twice the time on a CPU, in the gradients.
+    Features float32 `[N, n]`, the steps of an unroll one after the other, `N = T * B`: over two leading axes, XLA's
+    matrix products take twice the time on a CPU, in the gradients.
     """
 
     config: NetworkConfig
