@@ -69,7 +69,7 @@ def settings(model: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
             raise SystemExit(f"{model.__module__}.{model.__name__}: nothing says what {key} means")
         default = "required"
         if not field.is_required():
-            default = f"`{in_yaml(field.get_default(call_default_factory=True))}`"
+            default = f"`{in_yaml(field.get_default(call_default_factory=True, validated_data={}))}`"
         # Docstrings speak Python and end with a full stop.
         meaning = re.sub(r"\bNone\b", "null", meaning).rstrip(".")
         yield Setting(prefix + key, kind(schema["properties"][key]), default, meaning)

@@ -54,7 +54,7 @@ def refusal(*overrides: str, tree: dict[str, Any] | None = None) -> str:
         ("agent.learning_rate=-1", ["agent.learning_rate", "-1", "greater than 0"]),
         ("learner.parallel=pmpa", ["learner.parallel", "'pmap'", "'shard_map'"]),
         ("staleness.fresh_lag=3", ["fresh_lag (3)", "max_lag (1)"]),
-        ("actors.environments=7", ["actors.environments is 7", "double_buffered=false"]),
+        ("actors.device=gpu", ["actors.device: got 'gpu'; it should be 'cpu' or 'accelerator'"]),
         ("agent.name=pop", ["agent.name", "'pop'", "did you mean 'ppo'", "module:Class"]),
         ("agent.name=nowhere.at.all:Agent", ["agent.name", "no module 'nowhere.at.all'"]),
         ("agent.name=tianji_jax.testing:TrivialAgnt", ["agent.name", "did you mean 'TrivialAgent'"]),
@@ -85,6 +85,16 @@ def test_every_problem_is_told_at_once() -> None:
 def test_a_discrete_agent_refuses_continuous_actions() -> None:
     tree = {"environment": {"name": "envpool:Pendulum-v1"}, "agent": {"name": "tianji_jax.testing:TrivialAgent"}}
     assert "discrete actions only" in refusal(tree=tree)
+
+
+def test_environments_are_halved_where_the_policy_has_a_device_of_its_own() -> None:
+    accelerator, on, off = {"device": "accelerator"}, {"double_buffered": True}, {"double_buffered": False}
+    for settings, buffered in (({}, False), (accelerator, True), (on, True), (accelerator | off, False)):
+        assert validate({**MINIMAL, "actors": settings}).actors.double_buffered == buffered
+    assert validate({**MINIMAL, "actors": {"environments": 7}}).actors.environments == 7
+    words = refusal(tree={**MINIMAL, "actors": {"environments": 7} | accelerator})
+    assert "actors.environments is 7" in words
+    assert "double_buffered=false" in words
 
 
 def test_missing_sections_are_named() -> None:

@@ -88,7 +88,8 @@ class ActorsConfig(Section):
         "cpu", description="where the policy runs: the host's CPU or the learner's kind of device"
     )
     double_buffered: bool = Field(
-        True, description="one half of the environments steps while the policy acts for the other"
+        default_factory=lambda given: given.get("device") == "accelerator",
+        description="half of them step while the policy acts for the rest; if left out, true where device is accelerator",
     )
     environment_threads: int = Field(
         0, ge=0, description="threads of each environment pool; 0: share the cores among the pools"
@@ -100,7 +101,6 @@ class ActorsConfig(Section):
         None,
         description="tcp://HOST:PORT where actors from elsewhere connect (PORT + 1 is used too); null: local ones only",
     )
-
     # A crash loop ends the run after some five minutes; rare crashes never do, nor does a minute of many.
     max_restarts: int = Field(
         20,

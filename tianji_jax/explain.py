@@ -12,6 +12,8 @@ def explain(error: ValidationError, root: Any, prefix: tuple[str, ...] = ()) -> 
     for problem in error.errors():
         location = [str(part) for part in problem["loc"]]
         setting = ".".join((*prefix, *location))
+        if problem["type"] == "default_factory_not_called":
+            continue  # its default follows from another setting, which is named itself
         if problem["type"] == "extra_forbidden":
             yield f"{setting}: unknown setting{nearest(location[-1], fields(_descend(root, location[:-1])))}"
         elif problem["type"] == "missing":
