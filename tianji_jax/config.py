@@ -89,7 +89,7 @@ class ActorsConfig(Section):
     )
     double_buffered: bool = Field(
         default_factory=lambda given: given.get("device") == "accelerator",
-        description="half of them step while the policy acts for the rest; if left out, true where device is accelerator",
+        description="half of them step while the policy acts for the rest; left out: true if device is accelerator",
     )
     environment_threads: int = Field(
         0, ge=0, description="threads of each environment pool; 0: share the cores among the pools"
