@@ -193,6 +193,7 @@ def test_max_lag_0_is_the_synchronous_loop(tmp_path: Path, recurrence: str) -> N
         tmp_path,
         {
             "run": {"environment_steps": 1000, "seed": 3},
+            "actors": {"double_buffered": True},
             "staleness": {"max_lag": 0},
             "agent": {"name": "ppo", "network": network, "minibatches": 2, "normalise_observations": True},
         },

@@ -1,7 +1,7 @@
 """How a run learns: from each trajectory once, or from replay."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -29,15 +29,19 @@ class Learning(Protocol):
     def staleness_filter(self) -> StalenessFilter:
         """What trajectories may be learned from."""
 
+    def compile(self) -> Any:
+        """Compile its programs, on any thread; `learner` takes what is returned."""
+
     def learner(
         self,
+        programs: Any,
         state: LearnerState,
         devices: DeviceQueue,
         pipeline: Pipeline,
         publisher: Publisher,
         ballot: Ballot | None,
     ) -> "Learner | ReplayLearner":
-        """The learner, its programs compiled; `ballot` where there are several."""
+        """The learner; `ballot` where there are several."""
 
     def report(self) -> Report:
         """What it adds to a report."""
@@ -100,17 +104,20 @@ class OnPolicy:
     def staleness_filter(self) -> StalenessFilter:
         return StalenessFilter(self._config.staleness.fresh_lag, self._config.staleness.max_lag)
 
+    def compile(self) -> Step:
+        step: Step = self._lowered.compile()
+        return step
+
     def learner(
         self,
+        programs: Step,
         state: LearnerState,
         devices: DeviceQueue,
         pipeline: Pipeline,
         publisher: Publisher,
         ballot: Ballot | None,
     ) -> Learner:
-        step = self._lowered.compile()
-        if ballot is not None:
-            step = ballot.bind(step, self._parallel)
+        step = programs if ballot is None else ballot.bind(programs, self._parallel)
         return Learner(state, step, devices, pipeline, self._config.balance, publisher)
 
     def report(self) -> Report:

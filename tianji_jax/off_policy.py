@@ -45,8 +45,12 @@ class OffPolicy:
         """Trajectories may be of any age when they are inserted; `replay.max_lag` limits what is drawn."""
         return StalenessFilter(fresh_lag=sys.maxsize, max_lag=sys.maxsize)
 
+    def compile(self) -> ReplayPrograms:
+        return ReplayPrograms(self._replay, self._limiter, self._insert.compile(), self._update.compile())
+
     def learner(
         self,
+        programs: ReplayPrograms,
         state: LearnerState,
         devices: DeviceQueue,
         pipeline: Pipeline,
@@ -56,7 +60,6 @@ class OffPolicy:
         held = self._restored() if self._from is not None else None
         if held is None:
             held = self._parallel.init_own(self._replay.init)
-        programs = ReplayPrograms(self._replay, self._limiter, self._insert.compile(), self._update.compile())
         self._learner = ReplayLearner(state, held, programs, devices, pipeline, publisher)
         return self._learner
 

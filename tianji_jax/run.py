@@ -6,6 +6,7 @@ import functools
 import logging
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -297,10 +298,15 @@ class Run:
             self.workers.start(f"actor {actor_id}", functools.partial(act, actor_id))
 
     def _learn(self, publisher: Publisher, stop: threading.Event) -> None:
-        state = self._parallel.init(self._init_state) if self._saved is None else self._saved.state
-        self._saved = None
-        publisher.publish(self._pipeline.version, first_params(self._blueprint.agent, state))
-        self.learner = self._learning.learner(state, self._devices, self._pipeline, publisher, self._ballot)
+        # XLA compiles without Python's lock: the state is made, and the actors get ready, meanwhile.
+        with ThreadPoolExecutor(1, "compiler") as compiler:
+            compiled = compiler.submit(self._learning.compile)
+            state = self._parallel.init(self._init_state) if self._saved is None else self._saved.state
+            self._saved = None
+            publisher.publish(self._pipeline.version, first_params(self._blueprint.agent, state))
+            programs = compiled.result()
+        learner = self._learning.learner
+        self.learner = learner(programs, state, self._devices, self._pipeline, publisher, self._ballot)
         self.learner.run(stop, self._between_updates)
         self._profile.close()
         self._learned = True
