@@ -83,3 +83,17 @@ def test_overrides_may_stand_before_and_after_options(tmp_path: Path, capsys: py
         with pytest.raises(SystemExit):
             main(["actor", CARTPOLE, *given, wrong])
         assert "unrecognized arguments" in capsys.readouterr().err
+
+
+def test_nothing_is_compiled_anew_for_another_seed(tmp_path: Path) -> None:
+    """A program that held the seed as a constant would cost every new seed what compiling costs."""
+    cache = tmp_path / "cache"
+    small = ["run.environment_steps=200", "actors.environments=4", "actors.unroll_length=8", "agent.minibatches=1"]
+    common = ["train", CARTPOLE, *small, f"run.directory={tmp_path}", f"run.compilation_cache={cache}"]
+    found = []
+    for seed in (1, 2):
+        own = [f"run.seed={seed}", f"run.name=seed{seed}"]
+        subprocess.run([sys.executable, "-m", "tianji_jax.cli", *common, *own], check=True, capture_output=True)
+        found.append({path.name for path in cache.iterdir() if not path.name.endswith("atime")})
+    assert len(found[0]) > 3
+    assert found[1] == found[0]

@@ -62,8 +62,8 @@ class Outputs(NamedTuple):
     votes: PyTree = ()
 
 
-def init_state(agent: Agent, seed: int) -> LearnerState:
-    """The state before the first update."""
+def init_state(agent: Agent, seed: int | np.integer) -> LearnerState:
+    """The state before the first update; `seed` may be traced."""
     params_rng, rng = jax.random.split(jax.random.fold_in(jax.random.key(seed), 0))
     zero = jnp.zeros((), jnp.int32)
     return LearnerState(agent.init(params_rng), rng, zero, zero)

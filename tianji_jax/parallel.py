@@ -116,9 +116,15 @@ class Parallel:
         """`D`, the number of shards of a batch."""
         return len(self.devices)
 
-    def init(self, make: Callable[[], PyTree]) -> PyTree:
-        """Compute a state once, in place on every device."""
-        return jax.jit(make, out_shardings=self._replicated)()
+    def init(self, make: Callable[..., PyTree], *arguments: Any) -> PyTree:
+        """Compute a state once, in place on every device.
+
+        Args:
+          make: returns it.
+          arguments: for `make`, the same on every host. A seed belongs here: within `make` it would be a constant, and
+            each seed a program of its own to compile.
+        """
+        return jax.jit(make, out_shardings=self._replicated)(*arguments)
 
     def replicate(self, tree: PyTree) -> PyTree:
         """Put host arrays, the same on every host, on every device."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
+import numpy as np
 import zmq
 
 from tianji_jax.actor_process import ActorProcesses
@@ -67,8 +68,8 @@ class Run:
         self._blueprint, self._config, self._parallel, self._world = blueprint, config, parallel, world
         self._schedule, self._resume = schedule(config), resume
         trajectories, max_lag = config.learner.trajectories_per_update, config.staleness.max_lag
-        self._init_state = functools.partial(init_state, blueprint.agent, config.run.seed)
-        state_spec = parallel.spec(jax.eval_shape(self._init_state))
+        self._init_state, self._seed = functools.partial(init_state, blueprint.agent), np.uint32(config.run.seed)
+        state_spec = parallel.spec(jax.eval_shape(self._init_state, self._seed))
         try:
             assembler = BatchAssembler(blueprint.trajectory, trajectories, len(parallel.local))
             shard_spec = assembler.shard_spec(blueprint.trajectory)
@@ -301,8 +302,8 @@ class Run:
         # XLA compiles without Python's lock: the state is made, and the actors get ready, meanwhile.
         with ThreadPoolExecutor(1, "compiler") as compiler:
             compiled = compiler.submit(self._learning.compile)
-            state = self._parallel.init(self._init_state) if self._saved is None else self._saved.state
-            self._saved = None
+            saved, self._saved = self._saved, None
+            state = self._parallel.init(self._init_state, self._seed) if saved is None else saved.state
             publisher.publish(self._pipeline.version, first_params(self._blueprint.agent, state))
             programs = compiled.result()
         learner = self._learning.learner
