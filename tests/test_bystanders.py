@@ -108,6 +108,38 @@ def test_strangers_at_the_open_port_change_nothing(tmp_path: Path) -> None:
     assert_account_balances(reports)
 
 
+def test_noise_does_not_abort_the_process_when_sockets_close() -> None:
+    """In a process of its own: what would happen otherwise no test could report."""
+    port = free_ports()
+    code = f"""
+import os, socket, threading, time, zmq
+from tianji_jax.transport.sockets import bind, open_socket
+
+def bother():
+    while True:
+        try:
+            with socket.create_connection(("127.0.0.1", {port}), 1) as stranger:
+                stranger.sendall(os.urandom(1000))
+        except OSError:
+            time.sleep(0.002)
+
+for _ in range(3):
+    threading.Thread(target=bother, daemon=True).start()
+context = zmq.Context()
+for _ in range(30):
+    router = open_socket(context, zmq.ROUTER, 1000)
+    bind(router, "tcp://127.0.0.1:{port}")
+    end = time.monotonic() + 0.03
+    while time.monotonic() < end:
+        router.poll(5)
+    router.close()
+    time.sleep(0.02)
+os._exit(0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_taken_port_is_found_before_anything_is_written(tmp_path: Path) -> None:
     port = free_ports()
     with socket.socket() as taken:
