@@ -106,7 +106,7 @@ def test_an_update_that_cannot_be_traced_shows_its_traceback_before_anything_sta
     assert not list((tmp_path / "runs").glob("*"))
 
 
-@pytest.mark.parametrize("part", ["Receiver.run", "Batcher.run", "Publisher.run", "Learner.run"])
+@pytest.mark.parametrize("part", ["Receiver.run", "Batcher.run", "Publisher.run", "Learner.run", "Run._compile"])
 def test_an_error_in_any_thread_reaches_the_caller(tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import tianji_jax.run as run
 
@@ -122,6 +122,31 @@ def test_an_error_in_any_thread_reaches_the_caller(tmp_path: Path, part: str, mo
         train(config)
     assert isinstance(caught.value.__cause__, OSError)
     assert time.monotonic() - began < SECONDS
+
+
+def test_a_run_that_is_stopped_does_not_wait_for_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA takes minutes for large networks and cannot be interrupted."""
+    import tianji_jax.run as run
+
+    compiling, done = threading.Event(), threading.Event()
+
+    def compile_for_long(*_: Any) -> None:
+        compiling.set()
+        done.wait(60)
+
+    def interrupt() -> None:
+        compiling.wait(60)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(run.Run, "_compile", compile_for_long)
+    threading.Thread(target=interrupt).start()
+    began = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(counting_config(tmp_path, ENDLESS))
+        assert time.monotonic() - began < SECONDS
+    finally:
+        done.set()
 
 
 def test_an_actor_process_killed_once_too_often_ends_the_run_and_is_named(start: Start, tmp_path: Path) -> None:

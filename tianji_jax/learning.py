@@ -1,7 +1,7 @@
 """How a run learns: from each trajectory once, or from replay."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -29,19 +29,18 @@ class Learning(Protocol):
     def staleness_filter(self) -> StalenessFilter:
         """What trajectories may be learned from."""
 
-    def compile(self) -> Any:
-        """Compile its programs, on any thread; `learner` takes what is returned."""
+    def compile(self) -> None:
+        """Compile its programs, on any thread, before `learner` is called."""
 
     def learner(
         self,
-        programs: Any,
         state: LearnerState,
         devices: DeviceQueue,
         pipeline: Pipeline,
         publisher: Publisher,
         ballot: Ballot | None,
     ) -> "Learner | ReplayLearner":
-        """The learner; `ballot` where there are several."""
+        """The learner, when its programs are compiled; `ballot` where there are several."""
 
     def report(self) -> Report:
         """What it adds to a report."""
@@ -100,24 +99,23 @@ class OnPolicy:
         self._config, self._parallel = blueprint.config, parallel
         step, batch = on_policy_update(blueprint, shard)
         self._lowered = parallel.lower(step, state, batch)
+        self._step: Step
 
     def staleness_filter(self) -> StalenessFilter:
         return StalenessFilter(self._config.staleness.fresh_lag, self._config.staleness.max_lag)
 
-    def compile(self) -> Step:
-        step: Step = self._lowered.compile()
-        return step
+    def compile(self) -> None:
+        self._step = self._lowered.compile()
 
     def learner(
         self,
-        programs: Step,
         state: LearnerState,
         devices: DeviceQueue,
         pipeline: Pipeline,
         publisher: Publisher,
         ballot: Ballot | None,
     ) -> Learner:
-        step = programs if ballot is None else ballot.bind(programs, self._parallel)
+        step = self._step if ballot is None else ballot.bind(self._step, self._parallel)
         return Learner(state, step, devices, pipeline, self._config.balance, publisher)
 
     def report(self) -> Report:

@@ -35,6 +35,7 @@ class OffPolicy:
         self._limiter = RateLimiter.of(config.replay, config.steps_per_update, self._replay.samples_per_update)
         self._config = config.replay
         self._from: tuple[Path, Saved] | None = None
+        self._programs: ReplayPrograms
         self._learner: ReplayLearner
         self._parallel = parallel
         held = self._replay.state_spec
@@ -45,12 +46,11 @@ class OffPolicy:
         """Trajectories may be of any age when they are inserted; `replay.max_lag` limits what is drawn."""
         return StalenessFilter(fresh_lag=sys.maxsize, max_lag=sys.maxsize)
 
-    def compile(self) -> ReplayPrograms:
-        return ReplayPrograms(self._replay, self._limiter, self._insert.compile(), self._update.compile())
+    def compile(self) -> None:
+        self._programs = ReplayPrograms(self._replay, self._limiter, self._insert.compile(), self._update.compile())
 
     def learner(
         self,
-        programs: ReplayPrograms,
         state: LearnerState,
         devices: DeviceQueue,
         pipeline: Pipeline,
@@ -60,7 +60,7 @@ class OffPolicy:
         held = self._restored() if self._from is not None else None
         if held is None:
             held = self._parallel.init_own(self._replay.init)
-        self._learner = ReplayLearner(state, held, programs, devices, pipeline, publisher)
+        self._learner = ReplayLearner(state, held, self._programs, devices, pipeline, publisher)
         return self._learner
 
     def report(self) -> Report:

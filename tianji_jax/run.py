@@ -6,7 +6,6 @@ import functools
 import logging
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,7 +39,7 @@ from tianji_jax.sinks import Sinks, check_installed, open_sinks
 from tianji_jax.staleness import Counts, Ledger
 from tianji_jax.transport import local_address
 from tianji_jax.usage import CpuUsage
-from tianji_jax.worker import Workers
+from tianji_jax.worker import POLL_SECONDS, Workers
 
 if TYPE_CHECKING:
     from tianji_jax.replay_learner import ReplayLearner
@@ -111,7 +110,7 @@ class Run:
         self.learner: Learner | ReplayLearner
         self._outcome: Outcome | None = None
         self._leaving_since: float | None = None
-        self._learned = False
+        self._compiled, self._learned = threading.Event(), False
 
     def execute(self, show: bool, interruption: Interrupts) -> Report:
         """Start everything, report until the end, take everything down, save; returns the last report."""
@@ -279,6 +278,8 @@ class Run:
         if self._group is not None and self._group.courier is not None:
             workers.start("group", functools.partial(self._group.courier.run, self._context))
         self._start_actors(self._local)
+        # XLA compiles without Python's lock: meanwhile the state is made, and the actors get ready.
+        workers.start("compiler", self._compile)
         workers.start("learner", functools.partial(self._learn, publisher))
 
     def _start_actors(self, addresses: Addresses) -> None:
@@ -298,16 +299,19 @@ class Run:
         for actor_id in range(config.actors.count):
             self.workers.start(f"actor {actor_id}", functools.partial(act, actor_id))
 
+    def _compile(self, stop: threading.Event) -> None:
+        self._learning.compile()
+        self._compiled.set()
+
     def _learn(self, publisher: Publisher, stop: threading.Event) -> None:
-        # XLA compiles without Python's lock: the state is made, and the actors get ready, meanwhile.
-        with ThreadPoolExecutor(1, "compiler") as compiler:
-            compiled = compiler.submit(self._learning.compile)
-            saved, self._saved = self._saved, None
-            state = self._parallel.init(self._init_state, self._seed) if saved is None else saved.state
-            publisher.publish(self._pipeline.version, first_params(self._blueprint.agent, state))
-            programs = compiled.result()
+        saved, self._saved = self._saved, None
+        state = self._parallel.init(self._init_state, self._seed) if saved is None else saved.state
+        publisher.publish(self._pipeline.version, first_params(self._blueprint.agent, state))
+        while not self._compiled.wait(POLL_SECONDS):
+            if stop.is_set():
+                return
         learner = self._learning.learner
-        self.learner = learner(programs, state, self._devices, self._pipeline, publisher, self._ballot)
+        self.learner = learner(state, self._devices, self._pipeline, publisher, self._ballot)
         self.learner.run(stop, self._between_updates)
         self._profile.close()
         self._learned = True

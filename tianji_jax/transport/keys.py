@@ -22,7 +22,7 @@ import zmq.auth
 from zmq.utils import z85
 
 from tianji_jax.transport.peers import Table
-from tianji_jax.transport.sockets import milliseconds
+from tianji_jax.transport.sockets import ZAP_DOMAIN, milliseconds
 from tianji_jax.worker import POLL_SECONDS
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class ServerKeys:
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
         # Without an authenticator libzmq would let in every key; with an enforced domain it lets in none.
-        socket.zap_domain = b"tianji"
+        socket.zap_domain = ZAP_DOMAIN
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def as_client(self) -> "ClientKeys":

@@ -32,6 +32,9 @@ HANDSHAKE_SECONDS = 5.0
 """A connection that has not said what it has to by then is given up: a stranger's that says nothing, and that of a peer
 whose key is not known, which tries again in case it is by now."""
 
+ZAP_DOMAIN = b"tianji"
+"""Under which libzmq asks the authenticator, where there is one (ZeroMQ RFC 27)."""
+
 IPC_PATH_LIMIT = 107
 """Bytes of the path of a Unix domain socket, without the final zero (Linux, unix(7))."""
 
@@ -86,9 +89,9 @@ def bind(socket: zmq.Socket, address: str, allow_plaintext: bool = False) -> str
     if address.startswith("tcp://") and not (secured or is_loopback(address)):
         raise ValueError(f"address {address!r} is beyond loopback, which needs keys; tcp://127.0.0.1:PORT does not")
     if address.startswith("tcp://") and not socket.curve_server:
-        # A named domain keeps out peers of ZMTP 1, which is what noise looks like: if one's handshake ends while the
-        # socket closes, libzmq aborts the process (an assertion in zmtp_engine.cpp). Under CURVE they are out anyway.
-        socket.zap_domain = b"tianji"
+        # With a domain libzmq lets in no peer of ZMTP 1, which is what noise looks like. If the handshake of one ended
+        # while the socket closes, libzmq would abort the process (an assertion in zmtp_engine.cpp).
+        socket.zap_domain = ZAP_DOMAIN
     socket.ipv6 = "[" in address
     socket.bind(address)
     return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
