@@ -64,7 +64,8 @@ def test_what_the_command_says_of_this_machine(
 ) -> None:
     found: dict[str, Any] = {}
     monkeypatch.setattr(compilation, "measure", lambda *given: found.update(measure(*given)) or found)
-    assert main(["compile", IMPALA, *ON_CPU, "learner.trajectories_per_update=2"]) == 0
+    overrides = ["actors.environments=32", "actors.unroll_length=16", "learner.trajectories_per_update=2"]
+    assert main(["compile", IMPALA, *ON_CPU, *overrides]) == 0
     text = capsys.readouterr().out
     assert "impala on envpool:CartPole-v1\nCPU: 4 devices on 1 host\n" in text
     assert "1,024 environment steps" in text
@@ -79,7 +80,7 @@ def test_what_the_command_says_of_this_machine(
 
 
 def test_an_update_of_several_passes_counts_each(capsys: pytest.CaptureFixture[str]) -> None:
-    overrides = ["agent.epochs=3", "agent.minibatches=2", "actors.unroll_length=16"]
+    overrides = ["agent.epochs=3", "agent.minibatches=2", "actors.environments=32", "actors.unroll_length=16"]
     found = compiled(capsys, str(CONFIGS / "cartpole_ppo.yaml"), *ON_CPU, *overrides)
     params = found["memory"]["parameters"]
     assert 3 * 2 * params < found["collective_bytes"] < 1.1 * 3 * 2 * params
@@ -132,7 +133,7 @@ needs_libtpu = pytest.mark.skipif(
 def test_a_slice_that_is_not_there_is_compiled_for(
     topology: str, hosts: int, devices: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["compile", IMPALA, "--topology", topology, "--json"]) == 0
+    assert main(["compile", IMPALA, "--topology", topology, "--json", "actors.environments=32"]) == 0
     captured = capfd.readouterr()
     assert not captured.err
     found = json.loads(captured.out)
