@@ -64,10 +64,11 @@ if $elsewhere; then
     learner+=(actors.count=0 actors.listen=tcp://0.0.0.0:5555)
 fi
 
-# Only worker 0 has what was saved, and all have to know. A run that ended before it was first saved begins anew.
+# Only worker 0 has what was saved, and all have to know. Checkpoints are numbered; the folder alone, or a save that was
+# cut off, is nothing to go on from: a run that ended before it was first saved begins anew.
 saved=$(tpu_vm ssh --worker=0 --command="cd tianji/runs 2>/dev/null || exit 0
 if test -f $name.pid && kill -0 \$(cat $name.pid) 2>/dev/null; then echo $name runs already >&2; exit 1; fi
-if test -d $name/checkpoints; then echo SAVED
+if find $name/checkpoints -maxdepth 1 -name '[0-9]*' ! -name '*[!0-9]*' 2>/dev/null | grep -q .; then echo SAVED
 elif test -d $name; then mv $name $name-without-checkpoint-\$(date +%s); fi")
 if $dry_run; then
     printf '%s\n' "$saved" "# if that says SAVED, with --resume runs/$name:"

@@ -3,12 +3,17 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from tianji_jax.cli import main
+from tianji_jax import keeper
+from tianji_jax.cli import _parse, main
+from tianji_jax.commands import configured, learner
+from tianji_jax.config import Config
 
 CARTPOLE = str(Path(__file__).parents[1] / "configs" / "cartpole_ppo.yaml")
 
@@ -83,6 +88,23 @@ def test_overrides_may_stand_before_and_after_options(tmp_path: Path, capsys: py
         with pytest.raises(SystemExit):
             main(["actor", CARTPOLE, *given, wrong])
         assert "unrecognized arguments" in capsys.readouterr().err
+
+
+def test_the_process_of_a_learner_is_given_every_override_of_a_resumed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Keeper:
+        def __init__(self, place: keeper.Place, config: Config, start: Callable[[], object]) -> None:
+            self.config, self.run = config, start
+
+    (tmp_path / "config.yaml").write_text(Path(CARTPOLE).read_text())
+    monkeypatch.setattr(keeper, "Child", lambda place, arguments: arguments)
+    monkeypatch.setattr(keeper, "Keeper", Keeper)
+    place = ["--coordinator", "127.0.0.1:9000", "--process", "0/1"]
+    options = _parse(["learner", *place, "--resume", str(tmp_path), "run.seed=7", "agent.discount=0.9"])
+    given: Any = learner(options)
+    child = configured(_parse(["learner", *given]))
+    assert (child.run.seed, child.agent["discount"]) == (7, 0.9)
 
 
 def test_nothing_is_compiled_anew_for_another_seed(tmp_path: Path) -> None:

@@ -162,6 +162,21 @@ def test_one_that_cannot_be_reached_gives_what_it_holds_to_the_others() -> None:
         assert made.attendance.connected == 1
 
 
+def test_one_that_cannot_be_granted_what_it_asked_for_gives_up_what_it_holds_as_well() -> None:
+    with rig() as made, closing((other := made.actor(1)).client):
+        gone = made.actor(0)
+        for player in (gone, other):
+            player.ask(1)
+            player.credits(1)
+        gone.ask(1)
+        gone.client.close()
+        other.send()
+        made.consume()
+        other.ask(2)
+        other.credits(2)
+        assert made.attendance.connected == 1
+
+
 @pytest.mark.parametrize("sent", [0, 1, 2])
 def test_what_an_actor_had_when_it_begins_anew_is_counted_as_lost(sent: int) -> None:
     with rig() as made, closing((first := made.actor(0)).client):

@@ -101,14 +101,14 @@ def test_learners_start_everywhere_stop_and_go_on(hosts: Path, monkeypatch: pyte
 
     # Nothing was saved: what is left is out of the way.
     run = hosts / "0" / "tianji" / "runs" / "r"
-    run.mkdir()
+    (run / "checkpoints" / "7.orbax-checkpoint-tmp").mkdir(parents=True)
     assert script(hosts, *arguments).returncode == 0
     assert started(hosts) == first
     assert not run.exists()
     stop(hosts)
 
     # Saved, on worker 0 only.
-    (run / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints" / "7").mkdir(parents=True)
     assert script(hosts, *arguments).returncode == 0
     assert started(hosts) == [[*words, "--resume", "runs/r"] for words in first]
     assert _parse([*first[0], "--resume", "runs/r"]).resume == Path("runs/r")

@@ -224,7 +224,7 @@ def restore(run_folder: Path, like: PyTree, *, best: bool = False, multiple_of: 
     import orbax.checkpoint as ocp
 
     folder = run_folder.resolve() / FOLDER
-    if not folder.is_dir():
+    if not folder.is_dir() or not any(path.name.isdigit() for path in folder.iterdir()):
         raise ConfigError(
             f"{run_folder} holds no checkpoint: it ended before the first was due (checkpoint.every_seconds, "
             "checkpoint.every_learner_steps); start it anew"

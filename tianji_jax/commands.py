@@ -44,10 +44,9 @@ def configured(options: argparse.Namespace) -> "Config":
     """The configuration that `train` and `learner` are told."""
     from tianji_jax.config import ConfigError, load
 
-    overrides = list(options.overrides)
     if options.resume is not None and options.config is not None and "=" in options.config:
-        overrides.insert(0, options.config)
-        options.config = None
+        options.config, options.overrides = None, [options.config, *options.overrides]
+    overrides = list(options.overrides)
     if options.config is None and options.resume is None:
         raise ConfigError("train what? Name a configuration (tianji train configs/x.yaml) or a run (--resume runs/x)")
     if options.resume is None:

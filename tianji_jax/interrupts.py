@@ -65,17 +65,23 @@ class Interrupts:
         if self._received is not None:
             if number != signal.SIGINT:
                 return
-            if sys.stdout.isatty():
-                os.write(sys.stdout.fileno(), _SHOW_CURSOR.encode())
+            _show_cursor()
             os._exit(128 + number)
         self._received = signal.Signals(number)
         if self._stop is None and self._at_once:
+            _show_cursor()
             os.write(sys.stderr.fileno(), b"stopped\n")
             os._exit(INTERRUPTED if number == signal.SIGINT else PREEMPTED)
         if self._stop is None:
             self.check()
         else:
             self._stop.set()
+
+
+def _show_cursor() -> None:
+    """A panel hides it, and nothing of Python's runs any more that would bring it back."""
+    if sys.stdout.isatty():
+        os.write(sys.stdout.fileno(), _SHOW_CURSOR.encode())
 
 
 _active: Interrupts | None = None

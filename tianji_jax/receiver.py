@@ -114,7 +114,7 @@ class Receiver:
                 return  # actors end at the same moment, and nothing is lost by that
             else:
                 balance.lose(actor_id)
-                attendance.left(actor_id)
+                self._depart(actor_id)
 
     def _look_around(self) -> None:
         pipeline, attendance = self._pipeline, self._attendance

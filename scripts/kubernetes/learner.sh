@@ -10,7 +10,8 @@ set -eu
 run=$1
 shift
 start=("$@" "run.directory=$(dirname "$run")" "run.name=$(basename "$run")")
-if [ -d "$run/checkpoints" ]; then
+# Checkpoints are numbered; the folder alone, or a save that was cut off, is nothing to go on from.
+if find "$run/checkpoints" -maxdepth 1 -name '[0-9]*' ! -name '*[!0-9]*' 2>/dev/null | grep -q .; then
     start+=(--resume "$run")
 elif [ -d "$run" ] && [ "$JOB_COMPLETION_INDEX" -eq 0 ]; then
     # A run that ended before it was first saved begins anew.

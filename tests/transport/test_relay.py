@@ -71,3 +71,22 @@ def test_a_relay_follows_a_learner_that_begins_anew(
             assert_version(client.newest(3, NEVER, 10), 3)
     finally:
         relay.__exit__(None, None, None)
+
+
+def test_who_waits_gets_a_lower_version_after_forgetting_without_asking_again(
+    context: zmq.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parameters, "REPEAT_SECONDS", 60.0)
+    with (
+        serving("inproc://server", context) as server,
+        closing(ParameterClient(server.endpoint, CODEC, context)) as client,
+    ):
+        server.publish(9, params(9))
+        assert_version(client.newest(9, NEVER, 10), 9)
+        server.forget()
+        client.refetch()
+        for version in (2, 3, 4):
+            publishing = threading.Timer(0.2, server.publish, (version, params(version)))
+            publishing.start()
+            assert_version(client.newest(version, NEVER, 10), version)
+            publishing.join()

@@ -117,8 +117,9 @@ class ParameterServer:
             asking = [peer for peer, frames in self._router.messages(1) if self._take(peer, frames)]
             with self._lock:
                 versions = dict(self._versions)
-            if max(versions, default=-1) > newest:
-                newest, asking = max(versions), list(self._waiting)
+            # A lower one after `forget` is news as well.
+            if max(versions, default=-1) != newest:
+                newest, asking = max(versions, default=-1), list(self._waiting)
             for peer in asking:
                 self._answer(peer, versions)
 
