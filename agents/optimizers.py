@@ -19,7 +19,7 @@ class OptimizerConfig(AgentConfig):
 
     Attributes:
       learning_rate: of the optimiser.
-      optimizer: any optimiser of optax by its name there.
+      optimizer: any optimiser of optax by its name there, that needs only the gradient.
       optimizer_options: its further arguments, for example `{eps: 1.0e-5}`.
       max_gradient_norm: gradients are scaled down to this global norm; None for no limit.
     """
@@ -69,6 +69,13 @@ def descend(
 
 
 def _optimizers() -> dict[str, Callable[..., optax.GradientTransformation]]:
-    """All functions of optax that make an optimiser: those whose first argument is the learning rate."""
-    functions = inspect.getmembers(optax, inspect.isfunction)
-    return {n: f for n, f in functions if next(iter(inspect.signature(f).parameters), None) == "learning_rate"}
+    """All functions of optax that make an optimiser: those whose first argument is the learning rate.
+
+    But for those that look along a line: their step needs the loss as a function, not only its gradient.
+    """
+    functions = {n: inspect.signature(f).parameters for n, f in inspect.getmembers(optax, inspect.isfunction)}
+    return {
+        n: getattr(optax, n)
+        for n, parameters in functions.items()
+        if next(iter(parameters), None) == "learning_rate" and "linesearch" not in parameters
+    }

@@ -6,7 +6,7 @@ count. Unlike in the paper unrolls do not overlap, and gradients flow through th
 last action and reward.
 """
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,12 @@ from tianji_jax.types import EnvSpec, PyTree, SampledUnrolls
 
 from . import networks
 from .q_learning import QLearning, QLearningConfig, QState, of_actions
+
+
+class R2D2NetworkConfig(networks.NetworkConfig):
+    """A network that remembers unless told otherwise."""
+
+    recurrence: Literal["none", "lstm", "gru"] = "lstm"
 
 
 class R2D2Config(QLearningConfig):
@@ -35,7 +41,7 @@ class R2D2Config(QLearningConfig):
     rescale: NonNegativeFloat | None = 1e-3
     max_priority_share: float = Field(0.9, ge=0, le=1)
     max_gradient_norm: PositiveFloat | None = 40.0
-    network: networks.NetworkConfig = networks.NetworkConfig(recurrence="lstm")
+    network: R2D2NetworkConfig = R2D2NetworkConfig()
 
 
 class R2D2(QLearning):

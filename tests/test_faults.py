@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import psutil
 import pytest
 import yaml
@@ -32,6 +33,14 @@ class FailingUpdate(TrivialAgent):
 
     def update(self, *_: Any) -> tuple[Any, Metrics]:
         raise ArithmeticError("this update fails")
+
+
+class NeverFinite(TrivialAgent):
+    """No update of its is one that counts."""
+
+    def update(self, *arguments: Any) -> tuple[Any, Metrics]:
+        train_state, metrics = super().update(*arguments)
+        return train_state, {**metrics, "loss": jnp.nan}
 
 
 def write(tmp_path: Path, *overrides: dict[str, Any]) -> Path:
@@ -263,3 +272,9 @@ def test_workers_report_the_first_error_and_who_is_left() -> None:
         workers.check()
     assert workers.close(0.1) == ["deaf"]
     assert workers.close(5) == []
+
+
+def test_a_run_that_ends_with_an_update_that_was_undone_saves_what_it_had(tmp_path: Path) -> None:
+    learner = {"learner": {"max_bad_updates": 10**6}, "agent": {"name": "test_faults:NeverFinite"}}
+    result, _ = train(counting_config(tmp_path, {"run": {"environment_steps": 200}}, learner))
+    assert [path for path in (result.path / "checkpoints").iterdir() if path.name.isdigit()]

@@ -9,7 +9,7 @@ import pytest
 
 import tianji_jax
 from short_runs import counting_config
-from tianji_jax import timeline
+from tianji_jax import profile, timeline
 from tianji_jax.cli import main
 from tianji_jax.timeline import Timeline
 from tianji_jax.types import Stamp
@@ -30,11 +30,15 @@ def read(path: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("placement", ["thread", "process"])
-def test_the_timeline_has_all_threads_and_actors_and_arrows_that_end(tmp_path: Path, placement: str) -> None:
+def test_the_timeline_has_all_threads_and_actors_and_arrows_that_end(
+    tmp_path: Path, placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Some seconds, within which the slower of two processes has started as well.
+    monkeypatch.setattr(profile, "FIRST_UPDATES", 250)
     config = counting_config(
         tmp_path,
         {
-            "run": {"environment_steps": 1200},
+            "run": {"environment_steps": 6000},
             "actors": {"count": 2, "placement": placement},
             "environment": {"options": {"step_seconds": 1e-3}},
         },

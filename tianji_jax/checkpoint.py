@@ -275,7 +275,13 @@ def restore_contents(run_folder: Path, saved: Saved, like: list[Any]) -> list[An
     options = ocp.CheckpointManagerOptions(create=False, multiprocessing_options=_this_process())
     with ocp.CheckpointManager(run_folder.resolve() / FOLDER, options=options) as manager:
         args = ocp.args.Composite(**{CONTENTS: ocp.args.StandardRestore(like)})
-        return list(manager.restore(saved.version, args=args)[CONTENTS])
+        try:
+            return list(manager.restore(saved.version, args=args)[CONTENTS])
+        except Exception as error:
+            logger.warning(
+                "the replay begins empty: checkpoint %d of %s, its part: %s", saved.version, run_folder, error
+            )
+            return None
 
 
 def _this_process() -> Any:

@@ -33,8 +33,8 @@ class Chip:
     links: int = 1
 
 
-# Memory is what libtpu 0.0.42 lets a program have: the documented figure (32, 16, 95 GiB and 32 GB), less what the
-# runtime keeps for itself. Links: the documented bandwidth of a chip, over its ports and the two directions.
+# Memory is what libtpu 0.0.42 lets a program have: about the documented figure (32, 16, 95 and 32 GiB or GB, as the
+# documents have it). Links: the documented bandwidth of a chip, over its ports and the two directions.
 TPUS = {
     "v4": Chip("TPU v4", 275e12, int(30.75 * GIB), 1200e9, 50e9, links=6),
     "v5e": Chip("TPU v5e", 197e12, int(15.75 * GIB), 819e9, 400e9 / 4 / 2, links=4),

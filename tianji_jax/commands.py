@@ -86,6 +86,12 @@ def _resumed(run: Path, path: str | None, overrides: Sequence[str]) -> "Config":
 
 
 def _failed(error: Exception) -> int:
+    from tianji_jax.config import ConfigError
+    from tianji_jax.transport import GroupsRefused
+
+    if isinstance(error.__cause__, ConfigError | GroupsRefused):  # the user's to mend: the message says how
+        print(f"tianji: {error.__cause__}", file=sys.stderr)
+        return FAILED
     traceback.print_exception(error.__cause__ or error)
     # The rest is in the traceback.
     print(f"tianji: {str(error).splitlines()[0]}", file=sys.stderr)

@@ -44,7 +44,9 @@ class RunConfig(Section):
 
     directory: Path = Field(Path("runs"), description="folder that holds the runs")
     name: str = Field(
-        "", pattern=r"^[\w.+-]*$", description="folder of this run; empty: the configuration's name, numbered"
+        "",
+        pattern=r"^[\w.+-]*$",
+        description="folder of this run; empty: environment_agent, numbered where there is one",
     )
     seed: int = Field(0, ge=0, lt=2**31, description="seeds parameters, policies and environments")
     environment_steps: int = Field(1_000_000, ge=1, description="end after so many environment steps")
@@ -265,8 +267,6 @@ _Loader.add_implicit_resolver(
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file and apply overrides such as `agent.learning_rate=1e-3`.
 
-    A run whose name is not set is named after the file.
-
     Raises:
       ConfigError: the file cannot be read, or the result is not a valid configuration.
     """
@@ -275,7 +275,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         tree = yaml.load(path.read_text(), _Loader)
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # not text; a date that is none
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of sections (run, environment, actors, agent ...)")
@@ -307,8 +307,8 @@ def agent_class(config: Config) -> type[Any]:
       ConfigError: there is no such module or class, or it is no agent.
     """
     name = config.agent["name"]
-    target = AGENTS.get(name, name)
-    if not isinstance(target, str) or ":" not in target:
+    target = AGENTS.get(name, name) if isinstance(name, str) else name
+    if not isinstance(target, str) or not re.fullmatch(r"[\w.]*\w:\w[\w.]*", target) or target.startswith("."):
         raise ConfigError(
             f"agent.name: unknown agent {name!r}{nearest(str(name), AGENTS)}; "
             f"allowed: {', '.join(AGENTS)}, or module:Class"
@@ -386,7 +386,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     try:
         # YAML reads nothing as null; who writes `run.name=` means no name.
         value = yaml.load(text, _Loader) if text else ""
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):
         raise ConfigError(f"override {override!r}: {text!r} is not valid YAML") from None
     node = tree
     for part in path[:-1]:

@@ -59,7 +59,7 @@ def advice(report: Mapping[str, Any], config: Config) -> str | None:
         "publishing": f"fetching and sending parameters takes {share('learner_time/publishing')} of the learner's "
         "time: larger batches mean fewer versions",
         "checkpoints": f"the learner waits {share('dispatcher_time/checkpoints')} of its time for the disk: save less "
-        f"often (checkpoint.every_learner_steps={config.checkpoint.every_learner_steps})",
+        "often (checkpoint.every_seconds, checkpoint.every_learner_steps)",
         "assembly": f"joining trajectories takes {share('batcher_time/assembly')} of the batcher's time: fewer and "
         "larger trajectories help (actors.environments, actors.unroll_length)",
         "transfer": f"updates wait {share('learner_time/transfer')} of the time for their batch to reach the devices: "

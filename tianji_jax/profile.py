@@ -31,14 +31,15 @@ class Profile:
         self._folder = folder / FOLDER
         self._timeline = timeline
         self._left = updates
-        self._skip = FIRST_UPDATES
+        self._first: int | None = None
         self._last: int | None = None
 
     def between_updates(self, version: int) -> None:
         """Begin or end when it is time. Errors of the profiler are told; the training goes on."""
+        if self._first is None:
+            self._first = version + FIRST_UPDATES
         if self._left and self._last is None:
-            self._skip -= 1
-            if self._skip < 0:
+            if version >= self._first:
                 self._begin(version)
         elif self._last is not None and version >= self._last:
             self.close()

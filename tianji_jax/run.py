@@ -109,7 +109,7 @@ class Run:
         self.path = Path()
         self.learner: Learner | ReplayLearner
         self._outcome: Outcome | None = None
-        self._leaving_since: float | None = None
+        self._leaving: tuple[int, float] | None = None  # the version when last looked at, and since when
         self._compiled, self._learned = threading.Event(), False
 
     def execute(self, show: bool, interruption: Interrupts) -> Report:
@@ -170,15 +170,20 @@ class Run:
         return report
 
     def _leave_in_time(self) -> None:
-        """Stop alone where the other learners do not come to agree."""
-        self._leaving_since = (self._leaving_since or time.monotonic()) if self.leave.is_set() else None
-        if self._leaving_since is not None and time.monotonic() - self._leaving_since > LEAVE_SECONDS:
+        """Stop alone where the other learners do not come to agree. While XLA compiles, there is no update either."""
+        version, now = self._pipeline.version, time.monotonic()
+        if not self.leave.is_set() or not self._compiled.is_set():
+            self._leaving = None
+        elif self._leaving is None or self._leaving[0] != version:
+            self._leaving = version, now
+        elif now - self._leaving[1] > LEAVE_SECONDS:
             error = TimeoutError(f"the other learners have made no update for {LEAVE_SECONDS:g} s after the signal")
             self.workers.fail("learner", error)
 
     def _save_last(self, interruption: Interrupts) -> None:
         """Save a learner that ended well, whatever else may have failed."""
-        if not self._world.leads or not self._learned or int(self.learner.state.bad_updates) > 0:
+        bad = not self._learned or int(self.learner.state.bad_updates) >= self._config.learner.max_bad_updates
+        if not self._world.leads or bad:
             return
         # In lock-step a run can only go on from where all actors began anew.
         if self._schedule is None or not interruption.received:
@@ -250,7 +255,10 @@ class Run:
         self._context = zmq.Context()
         self._resources.callback(self._context.destroy, linger=0)
         kind = "inproc" if config.actors.placement == "thread" else "ipc"
-        local = Addresses(*(self._resources.enter_context(local_address(kind)) for _ in range(2)))
+        try:
+            local = Addresses(*(self._resources.enter_context(local_address(kind)) for _ in range(2)))
+        except ValueError as error:
+            raise ConfigError(f"actors.placement={config.actors.placement}: {error}") from None
         # In lock-step an actor may still need any version back to the oldest that may be learned from.
         keep = 1 if self._schedule is None else config.staleness.max_lag + 1
         servers = listen(self._blueprint, self._keys, local, self._context, keep)

@@ -194,7 +194,11 @@ def open_sinks(folder: Path, config: Config, first_step: int) -> Sinks:
     if metrics.tensorboard:
         sinks["TensorBoard"] = TensorBoard(folder, first_step)
     if metrics.wandb_project is not None:
-        sinks["Weights & Biases"] = WeightsAndBiases(metrics.wandb_project, folder, config.model_dump(mode="json"))
+        # No login, no network: the library raises what it likes, and training does not need it.
+        try:
+            sinks["Weights & Biases"] = WeightsAndBiases(metrics.wandb_project, folder, config.model_dump(mode="json"))
+        except Exception as error:
+            logger.warning("no reports to Weights & Biases: %s", error)
     return Sinks(sinks)
 
 

@@ -8,8 +8,7 @@ import pytest
 from helpers import SPECS, rollout, split, split_trajectory
 
 from tianji_jax.agent import CanBeGreedy, ReplayAgent
-from tianji_jax.agents.networks import NetworkConfig
-from tianji_jax.agents.r2d2 import R2D2, rescale_value, unscale_value
+from tianji_jax.agents.r2d2 import R2D2, R2D2NetworkConfig, rescale_value, unscale_value
 from tianji_jax.types import SampledUnrolls
 
 T, S = 12, 8
@@ -17,7 +16,7 @@ SGD = {"optimizer": "sgd", "learning_rate": 0.1, "max_gradient_norm": None}
 
 
 def make(spec: str = "vector", recurrence: Any = "gru", **settings: Any) -> R2D2:
-    network = NetworkConfig(hidden_sizes=(6,), recurrence=recurrence, recurrent_size=5)
+    network = R2D2NetworkConfig(hidden_sizes=(6,), recurrence=recurrence, recurrent_size=5)
     return R2D2(R2D2.Config(**{"network": network, **SGD, **settings}), SPECS[spec])
 
 
@@ -208,6 +207,7 @@ def test_what_it_is_and_what_it_refuses() -> None:
     assert isinstance(agent, CanBeGreedy)
     assert agent.replay.unrolls
     assert R2D2.Config().network.recurrence == "lstm"
+    assert R2D2.Config.model_validate({"network": {"recurrent_size": 8}}).network.recurrence == "lstm"
     with pytest.raises(ValueError, match=r"agent\.network\.recurrence is none.*agent\.name=dqn"):
         make(recurrence="none")
     with pytest.raises(ValueError, match="R2D2 takes one discrete action at a time"):

@@ -125,6 +125,8 @@ def test_actions_arrive(space: spaces.Space, expected: Any, action: np.ndarray) 
     [
         ("gymnasium:Acrobt-v1", {}, "near are gymnasium:Acrobot-v1"),
         ("gymnasium:Acrobot-v1", {"colour": 1}, "no option 'colour': Allowed are max_episode_steps, render_mode"),
+        ("./grid:Grid", {}, "no module './grid'"),
+        (":Grid", {}, "no module ''"),
         ("no.such.module:Env", {}, "no module 'no.such.module'; allowed before the colon are"),
         (f"{HERE}:Script", {}, "no class or function 'Script'; near is 'Scripted'"),
         (f"{HERE}:HERE", {}, "no class or function 'HERE'"),

@@ -171,6 +171,8 @@ def _registered(name: str, task: str) -> Callable[..., Any]:
 
 def _imported(name: str, module_path: str, attribute: str) -> Callable[..., Any]:
     try:
+        if not module_path or module_path.startswith("."):
+            raise ModuleNotFoundError(name=module_path)  # of no package that it could be relative to
         module = importlib.import_module(module_path)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_path}.".startswith(f"{error.name}."):

@@ -76,7 +76,7 @@ class Meeting:
         while (left := deadline - time.monotonic()) > 0:
             if self._socket.poll(milliseconds(left)):
                 *sender, data = self._socket.recv_multipart()
-                with contextlib.suppress(ValueError):
+                with contextlib.suppress(ValueError, RecursionError):
                     yield b"".join(sender), json.loads(data)
 
 
@@ -89,7 +89,7 @@ class _Leader(Meeting):
     def turn(self, standing: Standing) -> None:
         self._take(0, self._place.size, standing)
         for peer, message in self._hear():
-            with contextlib.suppress(KeyError, TypeError, ValueError):
+            with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
                 standing = Standing(str(message["name"]), float(message["silent"]), message["code"])
                 self._take(int(message["rank"]), int(message["size"]), standing)
                 self._peers.add(peer)
